@@ -1,0 +1,1 @@
+"""How an adapter learns: data, the bare step, and the trainer."""
