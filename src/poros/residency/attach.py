@@ -1,0 +1,499 @@
+"""Preparing a live model for streaming, and undoing it. The only file here that changes an ``nn.Module``."""
+
+import functools
+import gc
+import logging
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from poros.errors import ConfigError, ResidencyError
+from poros.residency import guards
+from poros.residency.block import streamed_forward
+from poros.residency.discover import Decoder, find_decoder
+from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
+from poros.residency.schedule import Schedule
+from poros.residency.store import HostStore
+from poros.residency.transfer import Transfer, device_free_bytes, return_cached_memory
+from poros.residency.window import Window
+from poros.units import format_bytes
+
+log = logging.getLogger("poros")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_ATTACHMENT = "_poros_attachment"  # on the transformers model
+
+
+@dataclass
+class Report:
+    """What :func:`prepare` did, and what the model costs where.
+
+    Attributes:
+        model_type: Family of the streamed text model.
+        precision: Of the streamed weights.
+        device: Where the model computes.
+        num_layers, block_size, num_blocks, slots: How the layers are grouped, and how many blocks the window holds.
+        host_bytes: Host memory of the frozen base; ``locked_bytes`` of it are page-locked.
+        window_bytes: Device memory of all slots.
+        resident_bytes: Device memory of what does not stream: embeddings, head, norms, towers, adapters.
+        trainable_bytes: The part of it that is trained.
+        guarantee: Which promise holds, and why.
+        notes: What a user should know besides.
+        num_loads, num_late_loads: Copies so far, and those among them that no prefetch had foreseen.
+    """
+
+    model_type: str
+    precision: str
+    device: str
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    slots: int
+    host_bytes: int
+    locked_bytes: int
+    window_bytes: int
+    resident_bytes: int
+    trainable_bytes: int
+    guarantee: str
+    notes: list[str] = field(default_factory=list)
+    num_loads: int = 0
+    num_late_loads: int = 0
+
+    def __str__(self) -> str:
+        locked = f", {format_bytes(self.locked_bytes)} page-locked" if self.device.startswith("cuda") else ""
+        lines = [
+            f"poros: {self.model_type}, {self.num_layers} layers in {self.precision}, streamed to {self.device}",
+            f"  blocks     {self.num_blocks} of {self.block_size} layer(s), {self.slots} slots in the window",
+            f"  host       {format_bytes(self.host_bytes)}{locked}",
+            f"  window     {format_bytes(self.window_bytes)}",
+            f"  resident   {format_bytes(self.resident_bytes)}, {format_bytes(self.trainable_bytes)} of it trainable",
+            f"  guarantee  {self.guarantee}",
+        ]
+        return "\n".join(lines + [f"  note       {note}" for note in self.notes])
+
+
+class Attachment:
+    """A model whose layers stream, or are about to.
+
+    Lifecycle: construct (nothing moves), :meth:`pack` each block once its tensors are real, :meth:`finish`. Then the
+    model is prepared, until :meth:`undo`.
+
+    Args:
+        model: A transformers decoder, bare or inside PEFT's wrappers; a meta skeleton will do until it is packed.
+        block_size: Layers a block.
+        slots: Blocks in the window; by default 3 for single-layer blocks and 2 for larger ones.
+        device: Where to compute; by default CUDA if there is one, else the CPU.
+        poison: Overwrite slots before they are refilled (debugging).
+        checksum: Compare each layer's recomputed output with its forward's (debugging).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        block_size: int = 1,
+        slots: int | None = None,
+        device: torch.device | str | None = None,
+        poison: bool = False,
+        checksum: bool = False,
+    ) -> None:
+        self.decoder: Decoder = find_decoder(model)
+        _check_settings(block_size, slots)
+        _refuse_wrappers(model, self.decoder)
+        self.model = model
+        self.device = compute_device(device)
+        self.block_size = min(block_size, len(self.decoder.layers))
+        self.slots = slots or (3 if self.block_size == 1 else 2)
+        self.poison, self.checksum = poison, checksum
+        self.layers: list[StreamedLayer] = []
+        self.store = HostStore(self.device)
+        self.window: Window = None  # type: ignore[assignment]  # there is none before finish()
+        self._overrides = guards.Overrides()
+        self._constants: dict[tuple[torch.dtype, bytes], torch.Tensor] = {}
+        self._moved: list[tuple[torch.Tensor, torch.device]] = []  # (not streamed, where it was)
+        self._views: dict[tuple[int, Any, int], list[torch.Tensor]] = {}  # (slot, layout, offset) -> views
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model; the last one may be short."""
+        return -(-len(self.decoder.layers) // self.block_size)
+
+    def layers_of(self, block: int) -> list[tuple[str, nn.Module]]:
+        """(qualified name, layer) of each layer of ``block``."""
+        return self.decoder.layers[block * self.block_size : (block + 1) * self.block_size]
+
+    def pack(self, block: int) -> None:
+        """Move the frozen tensors of a block's layers, real by now, into host memory. Blocks come in order."""
+        assert block == len(self.store.blocks)
+        shared = self._shared_tensors()
+        streamed = []
+        for name, module in self.layers_of(block):
+            frozen = {key: tensor for key, tensor in frozen_tensors(module).items() if id(tensor) not in shared}
+            for key in [key for key in frozen if is_constant(key)]:
+                self._keep_constant(frozen.pop(key))
+            streamed.append(StreamedLayer(name, module, block, module.forward, frozen))
+        slab = self.store.add(sum(layer.layout.num_bytes for layer in streamed))
+        offset = 0
+        for layer in streamed:
+            layer.offset = offset
+            self.layers.append(layer)
+            layer.pack(slab[offset : offset + layer.layout.num_bytes])
+            offset += layer.layout.num_bytes
+        self.store.lock(slab)
+
+    def finish(self) -> None:
+        """Move what does not stream to the compute device, allocate the window, and let the layers visit it."""
+        if not any(layer.tensors for layer in self.layers):
+            raise ResidencyError(
+                "nothing to stream: the decoder layers hold no frozen tensor. Freeze the base first "
+                "(get_peft_model does, or model.requires_grad_(False))."
+            )
+        self.settle()
+        return_cached_memory(self.device)
+        transfer = Transfer(self.device)
+        schedule = Schedule(self.num_blocks)
+        self.window = Window(self.store.blocks, self.slots, transfer, schedule, poison=self.poison)
+        for layer in self.layers:
+            self._install(layer)
+        self.guard(self.model)
+        self._overrides.set(self.decoder.base, _ATTACHMENT, self)
+        if isinstance(getattr(self.decoder.base, "hf_device_map", None), dict):
+            # accelerate reads it to decide whether a 4-bit model can be trained where it is.
+            self._overrides.set(self.decoder.base, "hf_device_map", {"": self.device})
+
+    def settle(self) -> None:
+        """Move everything that does not stream to the compute device. Parameters stay the objects that they are."""
+        streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if id(tensor) not in streamed and tensor.device != self.device:
+                self._move(tensor)
+
+    def guard(self, model: nn.Module) -> None:
+        """Install the refusals on ``model`` and everything between it and the layers."""
+        modules = [layer.module for layer in self.layers]
+        path = find_decoder(model).path if model is not self.model else self.decoder.path
+        self.model = model
+        for module in path:
+            if self._overrides.has(module, "_apply"):
+                continue
+            guards.guard_moves(self._overrides, module, self.device)
+            guards.guard_copies(self._overrides, module)
+            guards.settle_after_arrival(self._overrides, module, self.settle)
+            guards.guard_checkpointing(self._overrides, module, modules)
+        for module in (*path, *(inner for layer in modules for inner in layer.modules())):
+            guards.guard_merges(self._overrides, module)
+
+    def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]:
+        """The layer's tensors as views into a slot; layers of equal structure share them."""
+        key = (slot, layer.layout, layer.offset)
+        if key not in self._views:
+            with torch.inference_mode(False):
+                memory = self.window.slots[slot].memory
+                self._views[key] = layer.layout.views(memory[layer.offset : layer.offset + layer.layout.num_bytes])
+        return self._views[key]
+
+    def undo(self) -> None:
+        """Put every tensor back where it was, and take every change to the modules back."""
+        need = sum(
+            layer.layout.payload_bytes for layer in self.layers if any(home.type == "cuda" for home in layer.homes)
+        )
+        free = device_free_bytes(self.device)
+        if free is not None and self.window is not None:
+            free += self.window.num_bytes
+        if free is not None and need > free:
+            raise ResidencyError(
+                f"unprepare would put {format_bytes(need)} of weights back on {self.device}, where "
+                f"{format_bytes(free)} are free. Nothing was changed. Free memory there, or save the adapter and load "
+                "it into a model on another device."
+            )
+        self._views.clear()
+        if self.window is not None:
+            self.window.close()
+        self._overrides.undo()
+        for layer in self.layers:
+            layer.restore()
+        for tensor, home in reversed(self._moved):
+            tensor.data = tensor.data.to(home)
+        self.store.close()
+        self.layers = []
+
+    def report(self) -> Report:
+        """What the model costs where, as of now."""
+        streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
+        rest = [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in streamed]
+        notes = [] if self.store.lock_error is None else [self.store.lock_error]
+        return Report(
+            model_type=self.decoder.model_type,
+            precision=_precision(self.layers),
+            device=str(self.device),
+            num_layers=len(self.layers),
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            slots=self.slots,
+            host_bytes=self.store.num_bytes,
+            locked_bytes=self.store.locked_bytes,
+            window_bytes=self.window.num_bytes,
+            resident_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest),
+            trainable_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest if tensor.requires_grad),
+            guarantee=_guarantee(self.decoder.model_type, self.device),
+            notes=notes,
+            num_loads=self.window.num_loads,
+            num_late_loads=self.window.num_waits,
+        )
+
+    def _install(self, layer: StreamedLayer) -> None:
+        module = layer.module
+
+        @functools.wraps(layer.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return streamed_forward(self, layer, args, kwargs)
+
+        def _apply(fn: Any, *_: Any, **__: Any) -> nn.Module:
+            guards.check_move(fn, self.device)
+            streamed = {id(tensor) for tensor in layer.tensors}
+            for tensor in (*module.parameters(), *module.buffers()):
+                if id(tensor) not in streamed:
+                    tensor.data = fn(tensor.data)
+                    if tensor.grad is not None:
+                        tensor.grad.data = fn(tensor.grad.data)
+            return module
+
+        self._overrides.set(module, "forward", forward)
+        self._overrides.set(module, "_apply", _apply)
+        guards.guard_copies(self._overrides, module)
+        several = guards.refusal("nn.DataParallel", "show the process one GPU only (CUDA_VISIBLE_DEVICES=0)")
+        self._overrides.set(module, "_replicate_for_data_parallel", several)
+        self._overrides.set(module, "_load_from_state_dict", self._guarded_load(layer))
+        for inner in module.modules():
+            # On some CPUs an evaluation would repack these weights in place.
+            if getattr(inner, "support_avx512bf16_for_cpu", False):
+                self._overrides.set(inner, "support_avx512bf16_for_cpu", False)
+
+    def _guarded_load(self, layer: StreamedLayer) -> Any:
+        names = [name for name in layer.names if ".quant_state." not in name]
+
+        def load(state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+            for name in names:
+                if prefix + name in state_dict:
+                    raise ResidencyError(
+                        f"load_state_dict would write to the frozen weight {prefix}{name} of a prepared model. Load "
+                        "adapters only, or call poros.unprepare(model) first."
+                    )
+            type(layer.module)._load_from_state_dict(layer.module, state_dict, prefix, *args, **kwargs)
+
+        return load
+
+    def _shared_tensors(self) -> set[int]:
+        """Ids of tensors that belong to more than one layer, or to a layer and the rest: they stay resident."""
+        if not hasattr(self, "_shared"):
+            owners: dict[int, set[int]] = {}
+            layers = {
+                id(inner): index for index, (_, layer) in enumerate(self.decoder.layers) for inner in layer.modules()
+            }
+            for module in self.model.modules():
+                for store in (module._parameters, module._buffers):
+                    for tensor in store.values():
+                        if tensor is not None:
+                            owners.setdefault(id(tensor), set()).add(layers.get(id(module), -1))
+            self._shared = {tensor for tensor, owner in owners.items() if len(owner) > 1}
+        return self._shared
+
+    def _keep_constant(self, tensor: torch.Tensor) -> None:
+        """Let a code table be one copy on the compute device that all layers share."""
+        key = (tensor.dtype, tensor.detach().cpu().numpy().tobytes())
+        self._moved.append((tensor, tensor.device))
+        if key not in self._constants:
+            self._constants[key] = tensor.data.to(self.device, copy=True)
+        tensor.data = self._constants[key]
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        self._moved.append((tensor, tensor.device))
+        tensor.data = tensor.data.to(self.device)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(self.device)
+
+
+def prepare(
+    model: Model,
+    *,
+    block_size: int | None = None,
+    slots: int | None = None,
+    device: torch.device | str | None = None,
+    poison: bool | None = None,
+    checksum: bool | None = None,
+) -> Model:
+    """Let the frozen decoder layers of ``model`` live in host memory and stream through a window while it runs.
+
+    In place: the same object comes back, with the same names, parameters, classes and signatures, and trains to the
+    same bits. Wherever the base is now (GPU, CPU, split by accelerate), it ends up in host memory, and everything else
+    on the compute device. A second call on a prepared model changes nothing; do it after adding PEFT adapters to a
+    model from :func:`poros.load` if you want them on the device at once.
+
+    Args:
+        model: A transformers causal language model of a supported family, bare or with PEFT adapters.
+        block_size: Layers a block, the unit of transfer. 1 (default) needs least memory; 4 is the classic setting.
+        slots: Blocks in the window: by default 3 for single-layer blocks and 2 for larger ones. With 1, copies do not
+            overlap the computation.
+        device: Where to compute; by default CUDA if there is one, else the CPU.
+        poison: Overwrite each slot before it is refilled (debugging).
+        checksum: Check that each layer's recompute gives its forward's output, and name the layer if not (debugging).
+
+    Returns:
+        ``model``. :func:`report` tells what it costs where.
+
+    Raises:
+        UnsupportedModelError: the architecture or the precision is not supported. Nothing was changed.
+        ConfigError: a setting is out of its limits, or differs from those that the model is prepared with.
+        ResidencyError: the model cannot be prepared as it is; the message says what to do.
+    """
+    attachment = attachment_of(model)
+    if attachment is not None:
+        _check_same_settings(attachment, block_size, slots, device, poison, checksum)
+        attachment.settle()
+        attachment.guard(model)
+        return model
+    _absorb_dispatch(model)
+    attachment = Attachment(
+        model,
+        block_size=1 if block_size is None else block_size,
+        slots=slots,
+        device=device,
+        poison=bool(poison),
+        checksum=bool(checksum),
+    )
+    try:
+        for block in range(attachment.num_blocks):
+            attachment.pack(block)
+        attachment.finish()
+    except BaseException:
+        attachment.undo()
+        raise
+    gc.collect()
+    return_cached_memory(attachment.device)
+    log.info("%s", attachment.report())
+    return model
+
+
+def unprepare(model: Model) -> Model:
+    """Undo :func:`prepare`: every tensor goes back to the device it came from, every change to the model is undone.
+
+    Raises:
+        ResidencyError: the model is not prepared, or its old device lacks the memory (then nothing was changed).
+    """
+    attachment = attachment_of(model)
+    if attachment is None:
+        raise ResidencyError("the model is not prepared by poros; there is nothing to undo")
+    attachment.undo()
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What a prepared model costs where, as of now.
+
+    Raises:
+        ResidencyError: the model is not prepared.
+    """
+    attachment = attachment_of(model)
+    if attachment is None:
+        raise ResidencyError("the model is not prepared by poros")
+    return attachment.report()
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """The attachment of a prepared model, found from any module that holds its transformers model."""
+    return next((m.__dict__[_ATTACHMENT] for m in model.modules() if _ATTACHMENT in m.__dict__), None)
+
+
+def compute_device(device: torch.device | str | None) -> torch.device:
+    """``device`` with its index, or the default: the current CUDA device if there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {str(device)!r} is not supported; use 'cuda' or 'cpu'")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {str(device)!r} was asked for, but torch sees no CUDA device")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_settings(block_size: int, slots: int | None) -> None:
+    if block_size < 1:
+        raise ConfigError(f"block_size is {block_size}; it must be at least 1 (layers a block)")
+    if slots is not None and slots < 1:
+        raise ConfigError(f"slots is {slots}; it must be at least 1 (2 or more let copies overlap the computation)")
+
+
+def _check_same_settings(
+    attachment: Attachment, block_size: Any, slots: Any, device: Any, poison: Any, checksum: Any
+) -> None:
+    wanted = {"block_size": block_size, "slots": slots, "poison": poison, "checksum": checksum}
+    wanted["device"] = None if device is None else compute_device(device)
+    if block_size is not None:
+        wanted["block_size"] = min(block_size, len(attachment.layers))
+    for name, value in wanted.items():
+        present = getattr(attachment, name)
+        if value is not None and value != present:
+            raise ConfigError(
+                f"the model is already prepared with {name}={present}, so not with {name}={value}. "
+                "Call poros.unprepare(model) first."
+            )
+
+
+def _refuse_wrappers(model: nn.Module, decoder: Decoder) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise ResidencyError("the model is wrapped by torch.compile; prepare the model itself, and do not compile it")
+    if isinstance(model, nn.DataParallel):
+        raise ResidencyError("the model is wrapped by nn.DataParallel; prepare model.module, and use one GPU a process")
+    if attachment_of(decoder.base) is not None:
+        raise ResidencyError("the model is already prepared")
+
+
+def _absorb_dispatch(model: nn.Module) -> None:
+    """Take accelerate's dispatch hooks off the model, so that every weight is where its parameter says."""
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return
+    from accelerate.hooks import remove_hook_from_submodules
+
+    remove_hook_from_submodules(model)
+    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if missing:
+        raise ResidencyError(
+            f"{missing[0]} and {len(missing) - 1} other parameters were offloaded by accelerate and have no values "
+            'here. Load the model without offload: from_pretrained(..., device_map="cpu"), or poros.load(...).'
+        )
+
+
+def _precision(layers: list[StreamedLayer]) -> str:
+    kinds: dict[str, int] = {}
+    for layer in layers:
+        for entry in layer.layout.entries:
+            kind = str(entry.dtype).removeprefix("torch.")
+            if f"{entry.name}.quant_state.absmax" in _names(layer):
+                nested = f"{entry.name}.quant_state.state2.absmax" in _names(layer)
+                kind = "4-bit, double-quantised" if nested else "4-bit"
+            if ".quant_state." not in entry.name:
+                kinds[kind] = kinds.get(kind, 0) + entry.num_bytes
+    total = sum(kinds.values())
+    shares = sorted(kinds.items(), key=lambda item: -item[1])
+    return " + ".join(kind for kind, size in shares if size >= 0.01 * total)
+
+
+def _names(layer: StreamedLayer) -> set[str]:
+    return set(layer.names)
+
+
+def _guarantee(model_type: str, device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"bit for bit the resident run ({model_type} is verified; same thread count on both sides)"
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return f"bit for bit the resident run ({model_type} is verified; deterministic algorithms are on)"
+    return (
+        f"the resident run's computation ({model_type} is verified), but deterministic algorithms are off, so not even "
+        "two resident runs need agree to the bit"
+    )

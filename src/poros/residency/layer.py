@@ -1,0 +1,221 @@
+"""One decoder layer whose frozen tensors live elsewhere: what it owns, and how a slot's bytes become its weights."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from poros.errors import ResidencyError, UnsupportedModelError
+from poros.residency.layout import Layout, plan_layout
+from poros.units import format_bytes
+
+# A frozen tensor that a user replaces after prepare (say, a norm cast to fp32) may stay on the device up to this size.
+_MAX_ADOPTED_BYTES = 2**20
+
+
+def descendants(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all modules below it, each once. (``modules()`` does the same at several times the cost.)"""
+    found, pending, seen = [], [root], set()
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append(module)
+        pending.extend(child for child in module._modules.values() if child is not None)
+    return found
+
+
+def adapter_tensors(layer: nn.Module) -> set[int]:
+    """Ids of the tensors that belong to adapters, trainable now or not: they never leave the device.
+
+    PEFT's layers name their adapters' containers in ``adapter_layer_names`` and ``other_param_names``.
+    """
+    owned: set[int] = set()
+    for module in descendants(layer):
+        for name in (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())):
+            part = getattr(module, name, None)
+            if isinstance(part, nn.Module):
+                owned.update(id(tensor) for tensor in (*part.parameters(), *part.buffers()))
+    return owned
+
+
+def side_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a quantised weight carries in its ``quant_state``, nested statistics included, by path."""
+
+    def walk(holder: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in vars(holder).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}", value
+            elif type(value) is type(holder):
+                yield from walk(value, f"{path}.{name}")
+
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        yield from walk(state, "quant_state")
+
+
+def frozen_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """name -> tensor of everything in ``layer`` that moves with it: frozen parameters, buffers, statistics.
+
+    Raises:
+        UnsupportedModelError: a weight is of a kind whose values cannot be moved as bytes.
+    """
+    adapters = adapter_tensors(layer)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if tensor.requires_grad or id(tensor) in adapters:
+            continue
+        if tensor.is_meta:
+            raise ResidencyError(f"{name} of {type(layer).__name__} has no values (it is on the meta device)")
+        _refuse_kind(name, tensor)
+        found[name] = tensor
+        found |= {f"{name}.{path}": side for path, side in side_tensors(tensor)}
+    return found
+
+
+def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "SCB"):
+        raise UnsupportedModelError(
+            f"{name} is an 8-bit weight; only 4-bit and unquantised bases can be streamed. "
+            "Load the model with load_in_4bit=True, or without quantisation."
+        )
+    if getattr(tensor, "bnb_quantized", True) is False and hasattr(tensor, "quant_type"):
+        raise ResidencyError(
+            f"{name} is a 4-bit weight that was not quantised yet. Move the model to its device first "
+            "(model.to(device)), or load it with poros.load."
+        )
+    if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
+        raise UnsupportedModelError(f"{name} is a {type(tensor.data).__name__} with layout {tensor.layout}")
+
+
+def is_constant(name: str) -> bool:
+    """Whether the entry is a quantisation code table: the same in all layers, so one copy serves all."""
+    return name.endswith(".code")
+
+
+@dataclass
+class Trainables:
+    """What a walk over a layer finds: its modules, and where its trainable parameters hang."""
+
+    modules: list[nn.Module]
+    slots: list[tuple[dict[str, nn.Parameter | None], str]]  # (a module's _parameters, name)
+    parameters: list[nn.Parameter]  # distinct, in the walk's order
+
+
+class StreamedLayer:
+    """A decoder layer of a prepared model.
+
+    Between visits its frozen parameters are views on the host master, so they can be read and saved as ever; during a
+    visit they are views into a slot. Only ``.data`` changes: every parameter, buffer and statistics tensor stays the
+    object that it was.
+
+    Args:
+        name: Qualified name in the model.
+        module: The layer.
+        block: The block it belongs to.
+        forward: The layer's own forward, bound.
+        frozen: name -> frozen tensor, from :func:`frozen_tensors`, without constants and shared tensors.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, block: int, forward: Callable[..., Any], frozen: dict[str, torch.Tensor]
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.block = block
+        self.forward = forward
+        self.names = list(frozen)
+        self.tensors = list(frozen.values())
+        self.layout: Layout = plan_layout(frozen)
+        self.offset = 0  # of the slab inside its block
+        self.homes = [tensor.device for tensor in self.tensors]
+        self.masters: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._adopted: set[int] = set()  # indices of tensors that a user replaced
+        self._frozen_ids = {id(tensor) for tensor in self.tensors}
+        self._num_visible = sum(
+            1 for tensor in dict.fromkeys((*module.parameters(), *module.buffers())) if id(tensor) in self._frozen_ids
+        )
+
+    def pack(self, slab: torch.Tensor) -> None:
+        """Copy the frozen values into ``slab`` (flat ``uint8`` on the host) and let the tensors live there."""
+        masters = self.layout.views(slab)
+        for tensor, master in zip(self.tensors, masters, strict=True):
+            master.copy_(tensor.data)
+        self.masters = masters
+        self._addresses = [master.data_ptr() for master in masters]
+        self.unbind()
+
+    def bind(self, views: list[torch.Tensor]) -> None:
+        """Let the frozen tensors be ``views`` (into a slot, in the layout's order)."""
+        for index, (tensor, view, address) in enumerate(zip(self.tensors, views, self._addresses, strict=True)):
+            if tensor.data_ptr() != address:
+                self._adopt(index, view.device)
+            if index not in self._adopted:
+                tensor.data = view
+
+    def unbind(self) -> None:
+        """Let the frozen tensors be their host masters again."""
+        for index, (tensor, master) in enumerate(zip(self.tensors, self.masters, strict=True)):
+            if index not in self._adopted:
+                tensor.data = master
+
+    def restore(self) -> None:
+        """Let the frozen tensors be ordinary tensors where they were before (those from the host keep the master)."""
+        for index, (tensor, home) in enumerate(zip(self.tensors, self.homes, strict=True)):
+            source = tensor.data if index in self._adopted else self.masters[index]
+            tensor.data = source.to(home)
+
+    def walk(self, device: torch.device) -> Trainables:
+        """Find what is trainable now, and see to it that what does not stream is on ``device``.
+
+        Adapters may be added, frozen, switched or deleted at any time, so nothing is remembered between visits.
+
+        Raises:
+            ResidencyError: a frozen weight was replaced or made trainable after :func:`prepare`.
+        """
+        found = Trainables(descendants(self.module), [], [])
+        seen: set[int] = set()
+        num_visible = 0
+        for module in found.modules:
+            for store in (module._parameters, module._buffers):
+                for name, tensor in store.items():
+                    if tensor is None:
+                        continue
+                    first = id(tensor) not in seen
+                    seen.add(id(tensor))
+                    if id(tensor) in self._frozen_ids:
+                        num_visible += first
+                        if tensor.requires_grad:
+                            raise ResidencyError(self._changed(name, "was made trainable"))
+                        continue
+                    if tensor.device != device:
+                        with torch.inference_mode(False):
+                            tensor.data = tensor.data.to(device)
+                    if tensor.requires_grad:
+                        found.slots.append((store, name))  # type: ignore[arg-type]  # buffers never require grad
+                        if first:
+                            found.parameters.append(tensor)  # type: ignore[arg-type]
+        if num_visible != self._num_visible:
+            raise ResidencyError(self._changed("a frozen weight", "was replaced (merging an adapter does that)"))
+        return found
+
+    def _adopt(self, index: int, device: torch.device) -> None:
+        """Keep a tensor that was replaced by the user on the device, as it is now."""
+        tensor, name = self.tensors[index], self.names[index]
+        if index in self._adopted:
+            return
+        size = tensor.numel() * tensor.element_size()
+        if size > _MAX_ADOPTED_BYTES or ".quant_state." in name or hasattr(tensor, "quant_state"):
+            raise ResidencyError(self._changed(name, f"was replaced ({tensor.dtype}, {format_bytes(size)})"))
+        tensor.data = tensor.data.to(device)
+        self._adopted.add(index)
+
+    def _changed(self, name: str, what: str) -> str:
+        return (
+            f"{self.name}: {name} {what} after poros.prepare. The base of a prepared model is read-only: "
+            "call poros.unprepare(model), make the change, and prepare again."
+        )

@@ -1,0 +1,87 @@
+"""Copies from host to device, ordered against the computation. The only file with streams and events."""
+
+from collections.abc import Iterable
+
+import torch
+
+# What orders two pieces of work: an event on a GPU, nothing on a CPU, where every call has finished when it returns.
+Mark = torch.cuda.Event | None
+
+
+class Transfer:
+    """One copy stream beside the computation, and the marks that order the two.
+
+    Hazards handled:
+        - The stream that computes is read at each call: a user may run under a stream of their own, and autograd's
+          thread has another current stream than the thread that built the graph.
+        - The copy stream first waits for the stream on which the window was allocated, whose earlier work may still
+          use that memory.
+        - Nothing here makes the host wait, except :meth:`drain`, which no step calls.
+
+    Args:
+        device: The compute device; on a CPU copies are plain and marks are ``None``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # One stream for all copies: they share one link, so a second stream would only reorder them.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Mark] = ()) -> Mark:
+        """Copy ``source`` (host) into ``target`` (window) once ``after`` is reached; the mark says when it is done."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        for mark in after:
+            if mark is not None:
+                self.stream.wait_event(mark)
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
+
+    def fill(self, target: torch.Tensor, value: int, after: Iterable[Mark] = ()) -> None:
+        """Overwrite ``target`` with a byte value, in order with the copies (debugging)."""
+        if self.stream is None:
+            target.fill_(value)
+            return
+        for mark in after:
+            if mark is not None:
+                self.stream.wait_event(mark)
+        with torch.cuda.stream(self.stream):
+            target.fill_(value)
+
+    def wait(self, mark: Mark) -> None:
+        """Let the computation's current stream wait until ``mark`` is reached."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def mark(self) -> Mark:
+        """The point that the computation's current stream has reached."""
+        if self.stream is None:
+            return None
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def lane(self) -> int:
+        """Which stream computes now, as a key; marks of one lane follow each other, so the latest is enough."""
+        return 0 if self.stream is None else torch.cuda.current_stream(self.device).cuda_stream
+
+    def drain(self) -> None:
+        """Block the host until copies and computation are done. For set-up and tear-down only."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
+
+
+def device_free_bytes(device: torch.device) -> int | None:
+    """Bytes that an allocation on ``device`` can still get, cached blocks included; ``None`` on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def return_cached_memory(device: torch.device) -> None:
+    """Hand the allocator's unused memory back, so that the next large allocation is not fragmented by the last."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,68 @@
+"""Tensors inside the nested arguments and results of a layer.
+
+A layer is called with tensors, tuples of tensors and mappings of tensors. Autograd sees only what is passed to a
+Function one by one, so the nest is taken apart before, and put together again inside.
+"""
+
+from collections.abc import Callable, MutableMapping
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Leaf(NamedTuple):
+    """Stands for a tensor: its place in the flat list."""
+
+    place: int
+
+
+def flatten(nest: Any, tensors: list[torch.Tensor]) -> Any:
+    """Append each distinct tensor in ``nest`` to ``tensors`` and return the nest with a :class:`Leaf` for each.
+
+    Tuples, lists and mappings are copied; a tensor that occurs twice gets one leaf, so that its gradients add up where
+    they would have; everything else is kept as it is.
+    """
+    seen = {id(tensor): index for index, tensor in enumerate(tensors)}
+
+    def take(tensor: torch.Tensor) -> Leaf:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        return Leaf(seen[id(tensor)])
+
+    return _map(nest, torch.Tensor, take)
+
+
+def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
+    """The nest again, with ``tensors`` in the leaves' places. Mappings are new objects of their own type."""
+    return _map(template, Leaf, lambda leaf: tensors[leaf.place])
+
+
+def mappings(nest: Any) -> list[MutableMapping[Any, Any]]:
+    """All mutable mappings in ``nest``, in a fixed order; the layer may write to them."""
+    found: list[MutableMapping[Any, Any]] = []
+    if isinstance(nest, MutableMapping):
+        found.append(nest)
+        for value in nest.values():
+            found += mappings(value)
+    elif isinstance(nest, tuple | list):
+        for value in nest:
+            found += mappings(value)
+    return found
+
+
+def _map(nest: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
+    if isinstance(nest, kind):
+        return replace(nest)
+    if isinstance(nest, MutableMapping):
+        mapped = copy(nest)  # keeps the type, and what else such an object carries
+        for key, value in nest.items():
+            mapped[key] = _map(value, kind, replace)
+        return mapped
+    if isinstance(nest, Leaf):
+        return nest
+    if isinstance(nest, tuple | list):
+        items = [_map(value, kind, replace) for value in nest]
+        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+    return nest
