@@ -3,7 +3,6 @@
 import functools
 import gc
 import logging
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from poros.residency import guards
 from poros.residency.block import streamed_forward
 from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
+from poros.residency.report import Report, guarantee, precision
 from poros.residency.schedule import Schedule
 from poros.residency.store import HostStore
 from poros.residency.transfer import Transfer, device_free_bytes, return_cached_memory
@@ -25,54 +25,6 @@ log = logging.getLogger("poros")
 Model = TypeVar("Model", bound=nn.Module)
 
 _ATTACHMENT = "_poros_attachment"  # on the transformers model
-
-
-@dataclass
-class Report:
-    """What :func:`prepare` did, and what the model costs where.
-
-    Attributes:
-        model_type: Family of the streamed text model.
-        precision: Of the streamed weights.
-        device: Where the model computes.
-        num_layers, block_size, num_blocks, slots: How the layers are grouped, and how many blocks the window holds.
-        host_bytes: Host memory of the frozen base; ``locked_bytes`` of it are page-locked.
-        window_bytes: Device memory of all slots.
-        resident_bytes: Device memory of what does not stream: embeddings, head, norms, towers, adapters.
-        trainable_bytes: The part of it that is trained.
-        guarantee: Which promise holds, and why.
-        notes: What a user should know besides.
-        num_loads, num_late_loads: Copies so far, and those among them that no prefetch had foreseen.
-    """
-
-    model_type: str
-    precision: str
-    device: str
-    num_layers: int
-    block_size: int
-    num_blocks: int
-    slots: int
-    host_bytes: int
-    locked_bytes: int
-    window_bytes: int
-    resident_bytes: int
-    trainable_bytes: int
-    guarantee: str
-    notes: list[str] = field(default_factory=list)
-    num_loads: int = 0
-    num_late_loads: int = 0
-
-    def __str__(self) -> str:
-        locked = f", {format_bytes(self.locked_bytes)} page-locked" if self.device.startswith("cuda") else ""
-        lines = [
-            f"poros: {self.model_type}, {self.num_layers} layers in {self.precision}, streamed to {self.device}",
-            f"  blocks     {self.num_blocks} of {self.block_size} layer(s), {self.slots} slots in the window",
-            f"  host       {format_bytes(self.host_bytes)}{locked}",
-            f"  window     {format_bytes(self.window_bytes)}",
-            f"  resident   {format_bytes(self.resident_bytes)}, {format_bytes(self.trainable_bytes)} of it trainable",
-            f"  guarantee  {self.guarantee}",
-        ]
-        return "\n".join(lines + [f"  note       {note}" for note in self.notes])
 
 
 class Attachment:
@@ -227,7 +179,7 @@ class Attachment:
         notes = [] if self.store.lock_error is None else [self.store.lock_error]
         return Report(
             model_type=self.decoder.model_type,
-            precision=_precision(self.layers),
+            precision=precision(self.layers),
             device=str(self.device),
             num_layers=len(self.layers),
             block_size=self.block_size,
@@ -238,7 +190,7 @@ class Attachment:
             window_bytes=self.window.num_bytes,
             resident_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest),
             trainable_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest if tensor.requires_grad),
-            guarantee=_guarantee(self.decoder.model_type, self.device),
+            guarantee=guarantee(self.decoder.model_type, self.device),
             notes=notes,
             num_loads=self.window.num_loads,
             num_late_loads=self.window.num_waits,
@@ -467,33 +419,3 @@ def _absorb_dispatch(model: nn.Module) -> None:
             f"{missing[0]} and {len(missing) - 1} other parameters were offloaded by accelerate and have no values "
             'here. Load the model without offload: from_pretrained(..., device_map="cpu"), or poros.load(...).'
         )
-
-
-def _precision(layers: list[StreamedLayer]) -> str:
-    kinds: dict[str, int] = {}
-    for layer in layers:
-        for entry in layer.layout.entries:
-            kind = str(entry.dtype).removeprefix("torch.")
-            if f"{entry.name}.quant_state.absmax" in _names(layer):
-                nested = f"{entry.name}.quant_state.state2.absmax" in _names(layer)
-                kind = "4-bit, double-quantised" if nested else "4-bit"
-            if ".quant_state." not in entry.name:
-                kinds[kind] = kinds.get(kind, 0) + entry.num_bytes
-    total = sum(kinds.values())
-    shares = sorted(kinds.items(), key=lambda item: -item[1])
-    return " + ".join(kind for kind, size in shares if size >= 0.01 * total)
-
-
-def _names(layer: StreamedLayer) -> set[str]:
-    return set(layer.names)
-
-
-def _guarantee(model_type: str, device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"bit for bit the resident run ({model_type} is verified; same thread count on both sides)"
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        return f"bit for bit the resident run ({model_type} is verified; deterministic algorithms are on)"
-    return (
-        f"the resident run's computation ({model_type} is verified), but deterministic algorithms are off, so not even "
-        "two resident runs need agree to the bit"
-    )
