@@ -1,0 +1,48 @@
+"""The ``poros`` command. One file a command; torch and the libraries around it are imported when a command runs."""
+
+from typing import Annotated
+
+import typer
+
+from poros import __version__
+from poros.cli.data import data
+from poros.cli.screen import one_screen
+from poros.cli.train import train
+
+app = typer.Typer(
+    name="poros",
+    help="Train QLoRA adapters on models far larger than the card.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"poros {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    _show_version(True)
+
+
+app.command()(one_screen(train))
+app.command()(one_screen(data))
+
+
+def main() -> None:
+    """Entry point of the ``poros`` command."""
+    app()

@@ -1,0 +1,40 @@
+"""``poros train``: data file in, PEFT adapter out."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from poros.cli.screen import Debug
+
+
+def _show_settings(wanted: bool) -> None:
+    if wanted:
+        from poros.config import describe_settings
+
+        for name, kind, default, description in describe_settings():
+            typer.echo(f"{name}  ({kind}; {default})\n    {description}")
+        raise typer.Exit
+
+
+def train(
+    settings: Annotated[Path, typer.Argument(help="YAML file of settings.", metavar="RUN.YAML")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete what an earlier run left in output.")] = False,
+    list_settings: Annotated[
+        bool,
+        typer.Option("--settings", callback=_show_settings, is_eager=True, help="List every setting and exit."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train an adapter, and save it in the folder "adapter" of the run's output.
+
+    A run that was stopped, or killed at any instant, resumes with --resume to the same bits as one that was not.
+    """
+    from poros.config_file import load_config
+
+    config = load_config(settings)
+    from poros.train.run import run  # imports torch: only for settings that can be read
+
+    result = run(config, resume=resume, overwrite=overwrite)
+    typer.echo(f"adapter of {result.num_steps} steps saved in {result.adapter}")

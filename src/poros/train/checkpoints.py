@@ -1,0 +1,140 @@
+"""Checkpoints on disk: written whole or not at all, and found again.
+
+[Note: whole or not at all]
+A folder is filled under a temporary name, every file is flushed to the disk, and only then is the folder renamed, which
+the file system does in one instant. The manifest, written last, lists the size of every file, so a folder that was
+copied by halves is not taken for a checkpoint either. Whatever instant a run is killed at, the newest complete
+checkpoint is one that an optimizer step really ended with.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from poros.errors import PorosError
+
+MANIFEST = "poros_checkpoint.json"
+ADAPTER = "adapter"  # the folder of the finished adapter, beside the checkpoints
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    folder: Path
+    step: int
+    settings: dict[str, Any]  # what the run's bits depend on
+    versions: dict[str, str]  # of the libraries that computed them
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes ``final`` when the block ends without an error. See the note above.
+
+    Raises:
+        PorosError: writing failed, for instance because the disk is full; then nothing of it is left.
+    """
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush(final.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of them to somebody
+        raise PorosError(
+            f"{final}: could not be written: {_reason(error)}. Nothing half-written is left, and what was saved before "
+            "is untouched. Free some space or set output to another disk, then run again (with --resume if there is a "
+            "checkpoint)."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_manifest(folder: Path, step: int, settings: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+    """Say what ``folder`` holds; after this, nothing may be added to it."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    content = {"step": step, "settings": dict(settings), "versions": dict(versions), "files": files}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def checkpoint_folder(output: Path, step: int) -> Path:
+    """Where the checkpoint of a step goes."""
+    return output / f"checkpoint-{step}"
+
+
+def complete_checkpoints(output: Path) -> list[Checkpoint]:
+    """The complete checkpoints in ``output``, oldest first."""
+    if not output.is_dir():
+        return []
+    found = [_read(folder) for folder in output.iterdir() if _NAME.fullmatch(folder.name)]
+    return sorted((checkpoint for checkpoint in found if checkpoint is not None), key=lambda found: found.step)
+
+
+def delete_older(output: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints."""
+    for checkpoint in complete_checkpoints(output)[:-keep]:
+        # Without its manifest a folder that is deleted by halves is no checkpoint.
+        (checkpoint.folder / MANIFEST).unlink()
+        shutil.rmtree(checkpoint.folder)
+
+
+def delete_run(output: Path) -> None:
+    """Delete the checkpoints and the adapter that an earlier run left in ``output``, and nothing else."""
+    for path in list(output.iterdir()) if output.is_dir() else []:
+        if path.is_dir() and (_NAME.fullmatch(path.name) or path.name == ADAPTER):
+            shutil.rmtree(path)
+
+
+def delete_partial(output: Path) -> None:
+    """Delete what a killed run was writing."""
+    for path in list(output.iterdir()) if output.is_dir() else []:
+        if is_partial(path):
+            shutil.rmtree(path)
+
+
+def is_partial(path: Path) -> bool:
+    """Whether ``path`` is a folder that was being written when its run was killed."""
+    return path.name.startswith(".") and path.name.endswith(".partial")
+
+
+def _read(folder: Path) -> Checkpoint | None:
+    """The checkpoint in ``folder``, or None if it is not complete."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        complete = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+        return (
+            Checkpoint(folder, int(manifest["step"]), dict(manifest["settings"]), dict(manifest["versions"]))
+            if complete
+            else None
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().splitlines()[0]
+    free = " (is the disk full?)" if "write" in text.lower() else ""
+    return f"{text}{free}"
