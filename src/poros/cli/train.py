@@ -1,5 +1,6 @@
 """``poros train``: data file in, PEFT adapter out."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,7 @@ def train(
     """
     from poros.config_file import load_config
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional parts when it is imported
     config = load_config(settings)
     from poros.train.run import run  # imports torch: only for settings that can be read
 

@@ -86,12 +86,12 @@ class RowDataset:
 
     def summary(self, batch_size: int = 1) -> Iterator[str]:
         """Lines that say how much there is to learn from, and which rows were left out."""
-        yield f"{len(self)} rows, {self.num_tokens} tokens, {self.num_trained} of them trained"
+        yield f"{_rows(len(self))}, {self.num_tokens} tokens, {self.num_trained} of them trained"
         yield f"longest batch {min(batch_size, len(self))} x {self.longest} tokens"
         if self.truncated:
-            yield f"{len(self.truncated)} rows truncated: {_places(self.truncated)}"
+            yield f"{_rows(len(self.truncated))} truncated: {_places(self.truncated)}"
         for reason, places in self.dropped.items():
-            yield f"{len(places)} rows dropped, {reason}: {_places(places)}"
+            yield f"{_rows(len(places))} dropped, {reason}: {_places(places)}"
 
 
 def read_rows(
@@ -158,9 +158,13 @@ def _nothing_left(files: Sequence[str], num_rows: int, dataset: RowDataset) -> s
         return f"{names}: no rows. Put one JSON object on each line."
     reasons = "; ".join(f"{len(places)} {reason}" for reason, places in dataset.dropped.items())
     return (
-        f"{names}: of {num_rows} rows none is left to train on: {reasons}. Conversations need an assistant's turn and "
+        f"{names}: of {_rows(num_rows)} none is left to train on: {reasons}. Conversations need an assistant's turn and "
         "prompts a completion; if truncation removed it, raise data.max_length or set data.truncation: keep_end."
     )
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _places(places: Sequence[Place]) -> str:

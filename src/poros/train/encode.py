@@ -62,17 +62,12 @@ class Encoder:
             DataError: no row of this kind can be encoded, for want of a chat template.
         """
         fields = row.fields
-        try:
-            match row.kind:
-                case "messages":
-                    return self._encode_messages(fields["messages"], fields.get("tools"))
-                case "prompt":
-                    return self._encode_completion(fields["prompt"], fields["completion"])
-                case "text":
-                    ids = self._with_ending(self._with_leading(self._tokenize(fields["text"])))
-                    return Encoded(ids, ids if fields["text"] else [IGNORED] * len(ids))
-        except UnicodeError as error:
-            raise RowError(f"holds text that is not Unicode: {error}") from None
+        if row.kind == "messages":
+            return self._encode_messages(fields["messages"], fields.get("tools"))
+        if row.kind == "prompt":
+            return self._encode_completion(fields["prompt"], fields["completion"])
+        ids = self._with_ending(self._with_leading(self._tokenize(fields["text"])))
+        return Encoded(ids, ids if fields["text"] else [IGNORED] * len(ids))
 
     def _encode_completion(self, prompt: str, completion: str) -> Encoded:
         """The prompt's tokens are always those of the prompt alone, since that is what the model will be given."""

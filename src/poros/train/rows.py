@@ -1,6 +1,7 @@
 """Reads rows from a JSONL file: what a row may look like, and what is wrong with one that does not."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "text": ("text",),
 }
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _WANTED = "a row needs 'messages', or 'prompt' and 'completion', or 'text'"
 
@@ -60,6 +63,8 @@ def parse_row(line: bytes, format: Literal["auto"] | Kind = "auto") -> Row:
         raise RowError(f"not valid JSON: {error.msg} at column {error.colno}; JSONL has one object a line") from None
     except RecursionError:
         raise RowError("not usable JSON: nested too deeply") from None
+    if _SURROGATE.search(line):
+        _check_unicode(row)
     if not isinstance(row, dict):
         raise RowError(f"a JSON {_json_type(row)}, not an object with fields; {_WANTED}")
     kind = _kind(row) if format == "auto" else format
@@ -93,6 +98,14 @@ def _check_messages(messages: Any) -> None:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RowError(f"the content of message {position} is a JSON {_json_type(content)}; it must be text")
+
+
+def _check_unicode(row: Any) -> None:
+    """JSON can write half a character, ``\\ud83d`` alone, which no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RowError("holds half of a surrogate pair (\\ud800 to \\udfff), which is not Unicode text") from None
 
 
 def _has(row: dict[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The run behind ``poros train``: data and base model in, adapter out."""
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -176,14 +175,10 @@ def _say(console: Console, *lines: str) -> None:
 def _quiet_libraries() -> Iterator[None]:
     """Keep what other libraries say to their own developers out of the display."""
     verbosity = transformers.logging.get_verbosity()
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    level = bitsandbytes.level
     transformers.logging.set_verbosity_error()
-    bitsandbytes.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
         transformers.logging.set_verbosity(verbosity)
-        bitsandbytes.setLevel(level)
