@@ -16,7 +16,7 @@ RUN_ID = os.environ.get("POROS_RUN_ID") or uuid4().hex[:12]
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
-def write_row(path: str | Path, **row: Any) -> dict[str, Any]:
+def write_row(path: str | Path, /, **row: Any) -> dict[str, Any]:
     """Append ``row`` to the file at ``path``, completed by what says where and when it was measured."""
     row |= provenance()
     with Path(path).open("a") as file:

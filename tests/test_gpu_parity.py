@@ -1,8 +1,9 @@
 """Parity at a real model's shape: resident, resident again, and streamed, in lockstep on one GPU.
 
-Set ``POROS_GPU_TEST_MODEL`` to a hub id, a folder, or a shape's name (random weights of a real configuration), and run
-``pytest -m gpu tests/test_gpu_parity.py``. The other ``POROS_GPU_TEST_*`` variables are the fields of :class:`Settings` in
-capitals; ``POROS_GPU_TEST_ROWS`` names a file to which the verdicts are appended.
+Set ``POROS_GPU_TEST_MODEL`` to a hub id, a folder, or a shape's name (random weights of a real configuration), then run
+``pytest -m gpu tests/test_gpu_parity.py``. The other ``POROS_GPU_TEST_*`` variables are the fields of
+:class:`Settings` in capitals; ``POROS_GPU_TEST_PATHS`` says which attention paths, and ``POROS_GPU_TEST_ROWS`` names a
+file to which the verdicts are appended.
 """
 
 import copy
