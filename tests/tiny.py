@@ -301,13 +301,12 @@ def batches(family: str, count: int, *, seed: int = 0, **options: Any) -> list[d
 
 def text_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a model from :func:`build`, with adapters or without, prepared or not."""
-    return model.get_submodule(_layers_path(model))
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.get_submodule(_layers_path(base))
 
 
-def _layers_path(model: Any) -> str:
-    prefix = "base_model.model." if isinstance(model, PeftModel) else ""
-    inner = model.get_submodule(prefix + "model")
-    return prefix + ("model.language_model.layers" if hasattr(inner, "language_model") else "model.layers")
+def _layers_path(base: nn.Module) -> str:
+    return "model.language_model.layers" if hasattr(base.model, "language_model") else "model.layers"
 
 
 def _pixels(family: str, count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
