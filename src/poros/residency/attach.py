@@ -11,6 +11,7 @@ from torch import nn
 from poros.errors import ConfigError, ResidencyError
 from poros.residency import guards
 from poros.residency.block import streamed_forward
+from poros.residency.casts import CastBlock
 from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
 from poros.residency.report import Report, guarantee, precision
@@ -62,6 +63,7 @@ class Attachment:
         self.poison, self.checksum = poison, checksum
         self.layers: list[StreamedLayer] = []
         self.store = HostStore(self.device)
+        self.casts = CastBlock(self.device)
         self.window: Window = None  # type: ignore[assignment]  # there is none before finish()
         self._overrides = guards.Overrides()
         self._constants: dict[tuple[torch.dtype, bytes], torch.Tensor] = {}

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache
 
 from poros.errors import ChecksumError, ResidencyError
+from poros.residency.casts import Carriers, CastBlock
 from poros.residency.layer import StreamedLayer, Trainables
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
@@ -40,6 +41,7 @@ class Residency(Protocol):
 
     device: torch.device
     window: Window
+    casts: CastBlock
     checksum: bool
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]: ...
@@ -74,7 +76,8 @@ def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any
     if not any(tensor.requires_grad for tensor in call.tensors):
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
-    outputs = VisitFunction.apply(call, *call.tensors)
+    tensors = call.tensors
+    outputs = VisitFunction.apply(call, len(tensors), *tensors, *call.join())  # type: ignore[no-untyped-call]
     return call.collect(outputs)
 
 
@@ -114,13 +117,18 @@ class Call:
         self.template = flatten(arguments, self.inputs)
         self.needs_grad = [tensor.requires_grad for tensor in self.inputs]
         self.snapshot = Snapshot(trainables.modules, residency.device)
+        self.carriers = _carriers(residency, layer)
         self.result: Any = None  # the template of what the layer returned and wrote
         self.prints: list[int] | None = None  # debugging: checksums of the outputs
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What autograd is told of: the input tensors, then the trainable parameters."""
+        """What autograd saves: the input tensors, then the trainable parameters."""
         return [*self.inputs, *self.trainables.parameters]
+
+    def join(self) -> list[torch.Tensor]:
+        """What takes the gradients of the parameters that autocast casts; see [Note: shared casts]."""
+        return [] if self.carriers is None else self.carriers.join(self.trainables.parameters)
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the layer; return its output tensors without their graph, and which of them require gradients."""
@@ -135,7 +143,7 @@ class Call:
     def differentiate(
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Recompute the layer over reloaded weights and return the gradients of all ``tensors``."""
+        """Recompute the layer over reloaded weights; return the gradients of ``tensors``, then of the carriers."""
         leaves = self._leaves(tensors)
         parameters = tensors[len(leaves) :]
         with visiting(self.residency, self.layer, Phase.BACKWARD):
@@ -146,12 +154,17 @@ class Call:
             roots = [(out, g) for out, g in zip(outputs, grads, strict=True) if g is not None and out.requires_grad]
             wanted = [leaf for leaf, needed in zip(leaves, self.needs_grad, strict=True) if needed]
             wanted += stand_ins
-            if not roots:
-                return [None] * len(tensors)
-            found = iter(
-                torch.autograd.grad([out for out, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
-            )
-        return [next(found) if needed else None for needed in self.needs_grad] + list(found)
+            found: list[torch.Tensor | None] = [None] * len(wanted)
+            if roots:
+                heads, incoming = zip(*roots, strict=True)
+                found = list(torch.autograd.grad(heads, wanted, incoming, allow_unused=True))
+        of_inputs = iter(found)
+        gradients = [next(of_inputs) if needed else None for needed in self.needs_grad]
+        of_parameters = list(of_inputs)
+        if self.carriers is None:
+            return gradients + of_parameters
+        direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, of_parameters, outputs)
+        return gradients + direct + carried
 
     def collect(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Rebuild the layer's result from output tensors, and carry what it wrote into the caller's mappings."""
@@ -212,7 +225,8 @@ class VisitFunction(torch.autograd.Function):
     """One layer's forward and backward as autograd sees them; see [Note: two visits, one graph]."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: Call, num_saved: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = tensors[:num_saved]  # the rest are carriers, which have no values
         outputs, differentiable = call.forward(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -226,7 +240,17 @@ class VisitFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.call.differentiate(ctx.saved_tensors, grads))
+        return (None, None, *ctx.call.differentiate(ctx.saved_tensors, grads))
+
+
+def _carriers(residency: Residency, layer: StreamedLayer) -> Carriers | None:
+    """The layer's carriers in the present autocast block; None outside of one."""
+    block = residency.casts.present()
+    if block is None:
+        layer.carriers = None
+    elif layer.carriers is None or layer.carriers.block != block:
+        layer.carriers = Carriers(block, torch.get_autocast_dtype(residency.device.type))
+    return layer.carriers
 
 
 def checksum(tensor: torch.Tensor) -> int:

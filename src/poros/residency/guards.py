@@ -74,7 +74,7 @@ def guard_merges(overrides: Overrides, module: nn.Module) -> None:
 
 def guard_moves(overrides: Overrides, module: nn.Module, device: torch.device) -> None:
     """Check every ``.to()``, ``.half()`` and the like on a module above the layers before anything moves."""
-    original = type(module)._apply
+    original: Callable[..., nn.Module] = type(module)._apply
 
     def _apply(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         check_move(fn, device)

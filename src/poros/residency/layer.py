@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from poros.errors import ResidencyError, UnsupportedModelError
+from poros.residency.casts import Carriers
 from poros.residency.layout import Layout, plan_layout
 from poros.units import format_bytes
 
@@ -131,6 +132,7 @@ class StreamedLayer:
         self.tensors = list(frozen.values())
         self.layout: Layout = plan_layout(frozen)
         self.offset = 0  # of the slab inside its block
+        self.carriers: Carriers | None = None  # of the latest forward under autocast
         self.homes = [tensor.device for tensor in self.tensors]
         self.masters: list[torch.Tensor] = []
         self._addresses: list[int] = []
