@@ -89,7 +89,7 @@ def some_rows(count: int = 12) -> list[dict[str, Any]]:
     return rows
 
 
-def settings(model: Path, data: Path, output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def settings(model: Path, data: Path, output: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """Settings of a short run; ``sections`` change single settings, as in ``train={"steps": 3}``."""
     run: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "float32", "device": "cpu"},

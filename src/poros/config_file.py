@@ -58,9 +58,14 @@ def _explain(path: KeyPath, details: list[ErrorDetails]) -> str:
         case "value_error":
             return f"{name}: {first['ctx']['error']}."
         case "model_type" | "model_attributes_type":
-            return f"{name} is {first['input']!r:.60}; it should be a group of settings, indented below it."
+            return f"{name} is {_shown(first['input'])}; it should be a group of settings, indented below it."
     wishes = [re.sub(r"^(Input|Value|String|List) should (be |have )?", "", detail["msg"]) for detail in details]
-    return f"{name} is {first['input']!r:.60}; expected {' or '.join(dict.fromkeys(wishes))}."
+    return f"{name} is {_shown(first['input'])}; expected {' or '.join(dict.fromkeys(wishes))}."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _setting_path(location: KeyPath) -> KeyPath:

@@ -109,7 +109,7 @@ def delete_partial(output: Path) -> None:
 
 def is_partial(path: Path) -> bool:
     """Whether ``path`` is a folder that was being written when its run was killed."""
-    return path.name.startswith(".") and path.name.endswith(".partial")
+    return path.name.startswith(".") and path.name.endswith((".partial", ".tmp"))
 
 
 def _read(folder: Path) -> Checkpoint | None:

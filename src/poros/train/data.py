@@ -156,9 +156,9 @@ def _nothing_left(files: Sequence[str], num_rows: int, dataset: RowDataset) -> s
     names = ", ".join(files)
     if not num_rows:
         return f"{names}: no rows. Put one JSON object on each line."
-    reasons = "; ".join(f"{len(places)} {reason}" for reason, places in dataset.dropped.items())
+    reasons = "; ".join(f"{_rows(len(places))}, {reason}" for reason, places in dataset.dropped.items())
     return (
-        f"{names}: of {_rows(num_rows)} none is left to train on: {reasons}. Conversations need an assistant's turn and "
+        f"{names}: of {_rows(num_rows)} none is left to train on: {reasons}. Conversations need an assistant's turn, "
         "prompts a completion; if truncation removed it, raise data.max_length or set data.truncation: keep_end."
     )
 

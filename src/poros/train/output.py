@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from poros.errors import ConfigError
-from poros.train.checkpoints import Checkpoint, complete_checkpoints, is_partial
+from poros.train.checkpoints import Checkpoint, complete_checkpoints, delete_partial, is_partial
 
 
 def claim_output(output: Path, *, resume: bool, overwrite: bool) -> Checkpoint | None:
@@ -37,6 +37,15 @@ def claim_output(output: Path, *, resume: bool, overwrite: bool) -> Checkpoint |
             "run's checkpoints and adapter, or set output to another folder."
         )
     return None
+
+
+def make_output(output: Path) -> None:
+    """Create the folder of a run that is about to start, without what an earlier one was killed in the middle of."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        delete_partial(output)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be created: {error.strerror}. Set output to another folder.") from None
 
 
 def describe_output(output: Path) -> str:

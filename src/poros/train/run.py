@@ -15,11 +15,11 @@ import poros
 from poros.config import RunConfig
 from poros.errors import ConfigError, DataError, PorosError
 from poros.model.adapter import add_lora
-from poros.train.checkpoints import ADAPTER, Checkpoint, delete_partial, delete_run, whole_folder
+from poros.train.checkpoints import ADAPTER, Checkpoint, delete_run, whole_folder
 from poros.train.collate import PaddingCollator
 from poros.train.identity import bits_depend_on, changed_versions, check_same_run, library_versions
 from poros.train.interrupt import Interrupted, StopRequest, stop_request
-from poros.train.output import claim_output, describe_output
+from poros.train.output import claim_output, describe_output, make_output
 from poros.train.progress import ProgressCallback
 from poros.train.run_data import RunData, read_data
 from poros.train.trainer import AdapterTrainer, training_arguments
@@ -82,7 +82,7 @@ def _run(
             _say(console, str(poros.report(model)))
         if overwrite:
             delete_run(output)
-        delete_partial(output)
+        make_output(output)
         with stop_request(lambda text: _say(console, text)) as stop:
             trainer = _trainer(config, model, data, settings, stop)
             _train(trainer, checkpoint, console)

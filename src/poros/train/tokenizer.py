@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from poros.errors import CheckpointError, DataError
 from poros.families import text_family
 from poros.model.hub import locate
@@ -25,6 +27,8 @@ def load_tokenizer(
 
     if gguf_file is None:
         text_family(locate(model, revision).config()["model_type"])
+    elif Path(model).is_dir() and not (Path(model) / gguf_file).is_file():
+        raise CheckpointError(f"{model}: no file {gguf_file}. Set model.gguf_file to the name of a GGUF file in it.")
     options = {"gguf_file": gguf_file} if gguf_file is not None else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision or "main", **options)
@@ -34,16 +38,23 @@ def load_tokenizer(
             "tokenizer_config.json beside the weights, as tokenizer.save_pretrained writes them."
         ) from error
     if chat_template is not None:
-        tokenizer.chat_template = _read_template(chat_template)
+        _use_template(tokenizer, chat_template)
     return tokenizer
 
 
-def _read_template(file: str) -> str:
+def _use_template(tokenizer: Any, file: str) -> None:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise DataError(f"{file}: the chat template cannot be read: {reason}. Set data.chat_template.") from None
+        raise DataError(
+            f"{file}: the chat template cannot be read: {reason}. Set data.chat_template to a Jinja template's file."
+        ) from None
+    except TemplateSyntaxError as error:
+        raise DataError(f"{file}:{error.lineno}: the chat template is not valid Jinja: {error.message}") from None
+    except TemplateError:
+        pass  # it may refuse this conversation and take those of the rows
 
 
 def _first_line(error: Exception) -> str:
