@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -14,6 +15,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Bits
 from poros.families import MULTIMODAL
 from poros.model.quantize import keep_weights_as_packed
 from tests import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Equal bits need equal threads, and on a busy machine more of them are slower. Importing it turns it on."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def save(folder: Path, family: str, *, shard_size: str = "1GB", **options: Any) -> Path:

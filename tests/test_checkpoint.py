@@ -61,9 +61,7 @@ def test_the_index_agrees_with_safetensors(single: Path) -> None:
             assert (lazy.get_dtype(), lazy.get_shape()) == (piece.get_dtype(), piece.get_shape())
 
 
-def test_a_read_to_another_device_passes_through_a_bounded_buffer(
-    single: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_to_another_device_needs_a_bounded_buffer(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", 16)
     checkpoint = Checkpoint(single)
     offsets: list[tuple[int, int]] = []
@@ -119,7 +117,7 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
 def test_a_dtype_that_torch_lacks_is_refused_when_it_is_read(tmp_path: Path) -> None:
     header = json.dumps({"weight": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     (tmp_path / SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    with pytest.raises(CheckpointError, match="'weight' in .* has dtype F4"):
+    with pytest.raises(CheckpointError, match=r"'weight' in .* has dtype F4"):
         Checkpoint(tmp_path).read("weight")
 
 
@@ -128,8 +126,7 @@ def test_a_file_that_shrinks_after_it_was_indexed_is_noticed(single: Path) -> No
     file = single / SINGLE_FILE
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(CheckpointError, match="before its last tensor"):
-        for name in checkpoint:
-            checkpoint.read(name)
+        [checkpoint.read(name) for name in checkpoint]
 
 
 def test_a_missing_shard_is_named_with_a_tensor_that_is_in_it(sharded: Path) -> None:
