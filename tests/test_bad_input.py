@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from poros.cli import app
 from tests import tiny_run
 
 
@@ -50,7 +48,7 @@ class World:
         tiny_run.write_settings(self.yaml, run)
 
     def train(self, *options: str) -> Any:
-        return CliRunner().invoke(app, ["train", str(self.yaml), *options])
+        return tiny_run.poros("train", self.yaml, *options)
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +414,7 @@ def test_bad_input(world: World, break_it: Callable[[World], None], says: str, o
 
 def test_data_command_reports_in_the_same_way(world: World) -> None:
     row_without_fields(world)
-    assert_one_screen(CliRunner().invoke(app, ["data", str(world.yaml)]), r"rows.jsonl:2: a row needs")
+    assert_one_screen(tiny_run.poros("data", world.yaml), r"rows.jsonl:2: a row needs")
 
 
 def test_debug_shows_where_an_error_comes_from(world: World) -> None:

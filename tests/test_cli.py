@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import poros
-from poros.cli import app
 from poros.config import RunConfig, describe_settings
 from poros.config_file import load_config
 from tests import tiny_run
@@ -46,11 +44,11 @@ def test_help_comes_within_half_a_second() -> None:
 
 def test_version() -> None:
     for command in ("--version", "version"):
-        assert CliRunner().invoke(app, [command]).stdout == f"poros {poros.__version__}\n"
+        assert tiny_run.poros(command).stdout == f"poros {poros.__version__}\n"
 
 
 def test_settings_lists_every_setting_with_its_description() -> None:
-    said = CliRunner().invoke(app, ["train", "--settings"]).stdout
+    said = tiny_run.poros("train", "--settings").stdout
     listed = list(describe_settings())
     assert {name.partition(".")[0] for name, *_ in listed} == set(RunConfig.model_fields)
     for name, kind, default, description in listed:
@@ -78,7 +76,7 @@ def test_data_shows_tokens_labels_counts_and_what_was_left_out(tmp_path: Path) -
     data = tiny_run.write_rows(tmp_path / "rows.jsonl", rows)
     run = tiny_run.settings(model, data, tmp_path / "out", data={"eval": str(data)})
     file = tiny_run.write_settings(tmp_path / "run.yaml", run)
-    said = CliRunner().invoke(app, ["data", str(file), "--rows", "1"]).stdout
+    said = tiny_run.poros("data", file, "--rows", "1").stdout
     tokenizer = tiny_run.tokenizer()
     head, tail = tokenizer("is it?")["input_ids"], [*tokenizer(" yes", add_special_tokens=False)["input_ids"], 2]
     assert said.splitlines() == [

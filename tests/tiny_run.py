@@ -1,7 +1,8 @@
 """A tiny model's folder, data and settings: everything that ``poros train`` needs, made in a moment."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from poros.cli import app
 
 # A turn is "<s>role", a newline, the words, "</s>".
 CHAT_TEMPLATE = (
@@ -66,6 +70,23 @@ def model_folder(folder: Path, *, shard_bytes: int | str = "50GB", **settings: A
         model.save_pretrained(folder, max_shard_size=shard_bytes)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: matrices this small only make two of them wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def poros(*arguments: str | Path) -> Any:
+    """The result of a ``poros`` command, run in this process."""
+    with one_thread():
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
