@@ -24,6 +24,8 @@ from poros.errors import PorosError
 MANIFEST = "poros_checkpoint.json"
 ADAPTER = "adapter"  # the folder of the finished adapter, beside the checkpoints
 
+_PROGRESS = "trainer_state.json"
+_FOR_RESUMING = {MANIFEST, _PROGRESS, "optimizer.pt", "scheduler.pt", "rng_state.pth"}
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -36,6 +38,18 @@ class Checkpoint:
     settings: dict[str, Any]  # what the run's bits depend on
     versions: dict[str, str]  # of the libraries that computed them
 
+    def losses(self) -> list[float]:
+        """The losses that the run reported up to this step."""
+        return [entry["loss"] for entry in self._progress()["log_history"] if "loss" in entry]
+
+    def is_last(self) -> bool:
+        """Whether the run was over with this step."""
+        return bool(self.step >= self._progress()["max_steps"])
+
+    def _progress(self) -> dict[str, Any]:
+        progress: dict[str, Any] = json.loads((self.folder / _PROGRESS).read_text(encoding="utf-8"))
+        return progress
+
 
 @contextmanager
 def whole_folder(final: Path) -> Iterator[Path]:
@@ -44,15 +58,16 @@ def whole_folder(final: Path) -> Iterator[Path]:
     Raises:
         PorosError: writing failed, for instance because the disk is full; then nothing of it is left.
     """
-    partial = final.with_name(f".{final.name}.partial")
+    partial, before = (final.with_name(f".{final.name}{kind}.partial") for kind in ("", ".before"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in partial, before:
+            shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
         for path in [*partial.rglob("*"), partial]:
             _flush(path)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(before)  # deleting it in its place could be cut short
         partial.rename(final)
         _flush(final.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of them to somebody
@@ -62,7 +77,8 @@ def whole_folder(final: Path) -> Iterator[Path]:
             "checkpoint)."
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in partial, before:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write_manifest(folder: Path, step: int, settings: Mapping[str, Any], versions: Mapping[str, str]) -> None:
@@ -70,6 +86,14 @@ def write_manifest(folder: Path, step: int, settings: Mapping[str, Any], version
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     content = {"step": step, "settings": dict(settings), "versions": dict(versions), "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def export_adapter(checkpoint: Checkpoint, final: Path) -> None:
+    """Save the adapter of ``checkpoint`` as ``final``, without what only resuming needs."""
+    with whole_folder(final) as folder:
+        for path in checkpoint.folder.iterdir():
+            if path.name not in _FOR_RESUMING:
+                shutil.copyfile(path, folder / path.name)
 
 
 def checkpoint_folder(output: Path, step: int) -> Path:
@@ -86,11 +110,12 @@ def complete_checkpoints(output: Path) -> list[Checkpoint]:
 
 
 def delete_older(output: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints."""
-    for checkpoint in complete_checkpoints(output)[:-keep]:
-        # Without its manifest a folder that is deleted by halves is no checkpoint.
-        (checkpoint.folder / MANIFEST).unlink()
-        shutil.rmtree(checkpoint.folder)
+    """Delete all checkpoints but the newest ``keep``, and what is left of incomplete ones."""
+    kept = {checkpoint.folder for checkpoint in complete_checkpoints(output)[-keep:]}
+    for folder in list(output.iterdir()):
+        if _NAME.fullmatch(folder.name) and folder not in kept:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that half a folder is no checkpoint
+            shutil.rmtree(folder)
 
 
 def delete_run(output: Path) -> None:

@@ -15,7 +15,7 @@ import poros
 from poros.config import RunConfig
 from poros.errors import ConfigError, DataError, PorosError
 from poros.model.adapter import add_lora
-from poros.train.checkpoints import ADAPTER, Checkpoint, delete_run, whole_folder
+from poros.train.checkpoints import ADAPTER, Checkpoint, complete_checkpoints, delete_run, export_adapter
 from poros.train.collate import PaddingCollator
 from poros.train.identity import bits_depend_on, changed_versions, check_same_run, library_versions
 from poros.train.interrupt import Interrupted, StopRequest, stop_request
@@ -76,22 +76,21 @@ def _run(
     if checkpoint is not None:
         check_same_run(checkpoint, settings)
         _say(console, f"resume from step {checkpoint.step}", *changed_versions(checkpoint))
-    with _quiet_libraries():
-        model = _build(config, data, device, dtype)
-        if config.model.stream:
-            _say(console, str(poros.report(model)))
-        if overwrite:
-            delete_run(output)
-        make_output(output)
-        with stop_request(lambda text: _say(console, text)) as stop:
-            trainer = _trainer(config, model, data, settings, stop)
-            _train(trainer, checkpoint, console)
-        if trainer.state.global_step < trainer.state.max_steps:
-            raise Interrupted(f"Stopped after step {trainer.state.global_step}. {describe_output(output)}")
-        with whole_folder(output / ADAPTER) as folder:
-            trainer.save_model(str(folder))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return RunResult(output / ADAPTER, trainer.state.global_step, losses)
+    if checkpoint is None or not checkpoint.is_last():
+        with _quiet_libraries():
+            model = _build(config, data, device, dtype)
+            if config.model.stream:
+                _say(console, str(poros.report(model)))
+            if overwrite:
+                delete_run(output)
+            make_output(output)
+            with stop_request(lambda text: _say(console, text)) as stop:
+                _train(_trainer(config, model, data, settings, stop), checkpoint, console)
+        checkpoint = complete_checkpoints(output)[-1]
+        if not checkpoint.is_last():
+            raise Interrupted(f"Stopped after step {checkpoint.step}. {describe_output(output)}")
+    export_adapter(checkpoint, output / ADAPTER)
+    return RunResult(output / ADAPTER, checkpoint.step, checkpoint.losses())
 
 
 def _build(config: RunConfig, data: RunData, device: torch.device, dtype: str) -> Any:
