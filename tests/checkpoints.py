@@ -35,9 +35,11 @@ def save(folder: Path, family: str, *, shard_size: str = "1GB", **options: Any) 
     return folder
 
 
-def resident(folder: Path, *, quantization: str | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """What ``from_pretrained`` makes of ``folder``, on the CPU; ``quantization`` is ``"nf4"``, ``"nf4-dq"`` or None."""
-    options: dict[str, Any] = {"dtype": dtype, "device_map": {"": "cpu"}}
+def resident(
+    folder: Path, *, quantization: str | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> PreTrainedModel:
+    """What ``from_pretrained`` makes of ``folder``; ``quantization`` is ``"nf4"``, ``"nf4-dq"`` or None."""
+    options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
     if quantization is not None:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,

@@ -79,6 +79,17 @@ def test_a_linear_that_was_left_in_full_precision_stays_so(tmp_path: Path, liste
     checkpoints.assert_same(model, expected)
 
 
+def test_a_linear_that_is_packed_although_the_skip_list_names_it_stays_packed(tmp_path: Path) -> None:
+    folder = save_packed(tmp_path)
+    expected = checkpoints.resident(folder)
+    checkpoints.edit_json(
+        folder / "config.json", lambda config: config["quantization_config"].update(llm_int8_skip_modules=["down_proj"])
+    )
+    model = load(folder, stream=False)
+    assert is_4bit(model.get_submodule(DOWN))
+    checkpoints.assert_same(model, expected)
+
+
 @pytest.mark.parametrize("part", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
 def test_a_packed_weight_without_a_part_of_its_state_is_refused_by_name(tmp_path: Path, part: str) -> None:
     folder = save_packed(tmp_path, bnb_4bit_use_double_quant=True)

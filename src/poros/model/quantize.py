@@ -11,6 +11,7 @@ import bitsandbytes as bnb
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import replace_with_bnb_linear
 
 from poros.errors import CheckpointError, UnsupportedModelError
 from poros.model.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ def stored_quantization(config: PreTrainedConfig) -> Any:
         method = "bitsandbytes 8-bit" if settings.get("load_in_8bit") else settings.get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"the checkpoint is already quantised ({method}), and only bitsandbytes' 4-bit checkpoints can be read as "
-            "they are. Give the 16-bit checkpoint of the same model."
+            "they are. Give the 16-bit checkpoint of the same model, or dequantise and save this one with transformers."
         )
     return stored
 
@@ -87,39 +88,46 @@ def _packed_bytes(num_weights: int, double_quant: bool) -> int:
 
 
 def settle_stored_weights(
-    model: PreTrainedModel, checkpoint: Checkpoint, sources: Mapping[str, Sequence[str]], dtype: torch.dtype
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, Sequence[str]],
+    config: BitsAndBytesConfig,
+    dtype: torch.dtype,
 ) -> None:
     """Make the linears of a skeleton what an already quantised checkpoint says they are.
 
     Which linears are packed is read from the checkpoint's tensors, not from the list of exceptions in its
-    configuration: the names in that list do not always match. A weight that the checkpoint has in 16 bits becomes a
-    plain linear of ``dtype``.
+    configuration: how that list is matched with names differs between releases of transformers.
 
     Args:
         model: the skeleton, on the meta device.
         checkpoint: the files.
         sources: parameter name -> names of the checkpoint's tensors that it is made from.
-        dtype: of what is not quantised.
+        config: how the checkpoint was quantised.
+        dtype: of a linear that turns out not to be quantised.
 
     Raises:
         CheckpointError: a weight is packed and a part of its quantisation state is missing.
     """
     for name, module in list(model.named_modules()):
-        if not is_4bit(module):
-            continue
         keys = sources.get(f"{name}.weight", ())
         weight = next((key for key in keys if key.endswith("weight")), None)
-        if weight is None:
-            continue  # nothing there at all: reported with the other missing tensors
+        if weight is None or not isinstance(module, nn.Linear):
+            continue  # a weight that is not there at all is reported with the other missing tensors
         parts = {key.removeprefix(f"{weight}.") for key in keys if key != weight}
         if parts:
             _require_parts(weight, parts)
-        elif checkpoint[weight].shape == (module.out_features, module.in_features):
+            if not is_4bit(module):
+                holder = nn.Sequential(module)
+                replace_with_bnb_linear(holder, quantization_config=config, pre_quantized=True)
+                holder[0].bias = module.bias  # which has the model's dtype
+                model.set_submodule(name, holder[0])
+        elif is_4bit(module):
+            if checkpoint[weight].shape != (module.out_features, module.in_features):
+                raise _missing_part(weight, f"{_STATE}nf4", checkpoint[weight].shape)
             with torch.device("meta"):
                 plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, dtype=dtype)
             model.set_submodule(name, plain)
-        else:
-            raise _missing_part(weight, f"{_STATE}nf4", checkpoint[weight].shape)
 
 
 def _require_parts(weight: str, parts: Collection[str]) -> None:

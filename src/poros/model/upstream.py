@@ -4,6 +4,7 @@ Poros loads one decoder layer at a time, which ``from_pretrained`` cannot do, bu
 skeleton, the same renaming and merging of checkpoint keys, the same quantiser. Written against 5.5, 5.17 and 5.24.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -132,6 +133,12 @@ class Loader:
             raise CheckpointError(f"the tensors of {name!r} cannot be loaded: {' '.join(reason[-2:])}")
         for name, found, wanted in info.mismatched_keys:
             raise mismatch(name, found, wanted)
+
+
+def is_ignored(model: PreTrainedModel, name: str) -> bool:
+    """Whether a checkpoint may hold a tensor of this name although ``model`` has no use for it."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(pattern, name) for pattern in (*patterns, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"))
 
 
 def mismatch(name: str, found: Any, wanted: Any) -> CheckpointError:

@@ -1,9 +1,9 @@
 """Filling a skeleton from a checkpoint: the whole of it is checked first, then it is read one layer at a time."""
 
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,14 +30,14 @@ class CheckpointWeights:
         checkpoint: Checkpoint,
         layers: Collection[str],
         *,
-        quantizer: object,
+        quantizer: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Match the tensors of ``checkpoint`` with the parameters of ``model``.
 
         Args:
-            model: the skeleton; an already quantised checkpoint may turn some of its 4-bit linears into plain ones.
+            model: the skeleton; an already quantised checkpoint decides which of its linears are in 4 bits.
             checkpoint: the files.
             layers: names of the decoder layers, each of which is a group of its own.
             quantizer: transformers' quantiser, or ``None``.
@@ -51,25 +51,31 @@ class CheckpointWeights:
         self._checkpoint = checkpoint
         self._device = device
         loader = upstream.Loader(model, quantizer, dtype, device)
-        targets = {key: self._target(key, loader) for key in checkpoint}
+        self._targets = {key: self._target(key, loader) for key in checkpoint}
         self._sources: dict[str, list[str]] = defaultdict(list)  # parameter -> tensors that it is made from
-        for key, target in targets.items():
+        for key, target in self._targets.items():
             for name in target.names:
                 self._sources[name].append(key)
-        if getattr(quantizer, "pre_quantized", False):
-            quantize.settle_stored_weights(model, checkpoint, self._sources, dtype)
+        if quantizer is not None and quantizer.pre_quantized:
+            settings = quantizer.quantization_config
+            quantize.settle_stored_weights(model, checkpoint, self._sources, settings, dtype)
             loader = upstream.Loader(model, quantizer, dtype, device)
         self._loader = loader
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.missing = self._check_complete()
-        self._check_shapes(targets)
+        self._check_stored_shapes()
         self._groups: dict[str, list[str]] = defaultdict(list)
-        for key, target in targets.items():
+        for key, target in self._targets.items():
             self._groups[_group(target.names[0], layers)].append(key)
 
     def fill_layer(self, name: str, layer: nn.Module) -> None:
         """Give every parameter and persistent buffer of the decoder layer called ``name`` its value."""
         self._load(self._groups.pop(name, []))
         quantize.require_quantized(name, layer)
+        for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            expected = self._shapes.get(f"{name}.{path}", tensor.shape)
+            if tensor.shape != expected and getattr(tensor, "quant_state", None) is None:
+                raise upstream.mismatch(f"{name}.{path}", tensor.shape, expected)  # merged from too few or too many
 
     def fill_rest(self) -> None:
         """Give everything outside the decoder layers its value, and tie what is tied."""
@@ -88,14 +94,13 @@ class CheckpointWeights:
 
     def _check_complete(self) -> set[str]:
         """Names of tied parameters that the checkpoint holds under their other name; anything else must be there."""
-        expected = self._model.state_dict()
-        unknown = [name for name in self._sources if name not in expected and not self._is_ignored(name)]
+        unknown = [
+            name for name in self._sources if name not in self._shapes and not upstream.is_ignored(self._model, name)
+        ]
         if unknown:
-            log.warning(
-                "%s: %d tensors are not part of the model and were not loaded, such as %s",
-                self._checkpoint.folder, len(unknown), unknown[0],
-            )  # fmt: skip
-        absent = {name for name in expected if name not in self._sources}
+            found = f"{len(unknown)} tensors are not part of the model and were not loaded, such as {unknown[0]}"
+            log.warning("%s: %s", self._checkpoint.folder, found)
+        absent = {name for name in self._shapes if name not in self._sources}
         twins: dict[str, set[str]] = defaultdict(set)
         for tied, source in self._model.all_tied_weights_keys.items():
             twins[source] |= {tied, source}
@@ -109,19 +114,14 @@ class CheckpointWeights:
             )
         return absent
 
-    def _is_ignored(self, name: str) -> bool:
-        """Whether the model says that a checkpoint may hold ``name`` although it has no use for it."""
-        patterns = (*self._model._keys_to_ignore_on_load_unexpected, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-        return any(re.search(pattern, name) for pattern in patterns)
-
-    def _check_shapes(self, targets: dict[str, upstream.Target]) -> None:
-        expected = self._model.state_dict()
-        for key, target in targets.items():
-            name = target.names[0]
-            if target.converted or name not in expected or len(self._sources[name]) > 1:
+    def _check_stored_shapes(self) -> None:
+        """Compare what is loaded as it is stored; what is merged or split on the way shows its shape only then."""
+        for key, target in self._targets.items():
+            expected = self._shapes.get(target.names[0])
+            if target.converted or expected is None or len(self._sources[target.names[0]]) > 1:
                 continue
-            if self._checkpoint[key].shape != tuple(expected[name].shape):
-                raise upstream.mismatch(key, self._checkpoint[key].shape, expected[name].shape)
+            if self._checkpoint[key].shape != expected:
+                raise upstream.mismatch(key, self._checkpoint[key].shape, expected)
 
 
 def _group(name: str, layers: Collection[str]) -> str:
