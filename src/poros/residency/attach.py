@@ -309,7 +309,6 @@ def prepare(
         attachment.settle()
         attachment.guard(model)
         return model
-    _absorb_dispatch(model)
     attachment = Attachment(
         model,
         block_size=1 if block_size is None else block_size,
@@ -318,6 +317,7 @@ def prepare(
         poison=bool(poison),
         checksum=bool(checksum),
     )
+    _absorb_dispatch(model)
     try:
         for block in range(attachment.num_blocks):
             attachment.pack(block)
@@ -410,14 +410,24 @@ def _refuse_wrappers(model: nn.Module, decoder: Decoder) -> None:
 
 def _absorb_dispatch(model: nn.Module) -> None:
     """Take accelerate's dispatch hooks off the model, so that every weight is where its parameter says."""
-    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+    # Not hasattr: PEFT's wrappers pass an unknown name on to the model inside them.
+    hooked = [(name, module) for name, module in model.named_modules() if "_hf_hook" in vars(module)]
+    if not hooked:
         return
-    from accelerate.hooks import remove_hook_from_submodules
+    from accelerate.hooks import remove_hook_from_module
 
-    remove_hook_from_submodules(model)
-    missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    if missing:
+    lost = [f"{name}.{key}" for name, module in hooked for key in _values_accelerate_cannot_return(module)]
+    if lost:
         raise ResidencyError(
-            f"{missing[0]} and {len(missing) - 1} other parameters were offloaded by accelerate and have no values "
+            f"{lost[0]} and {len(lost) - 1} other parameters were offloaded by accelerate and have no values "
             'here. Load the model without offload: from_pretrained(..., device_map="cpu"), or poros.load(...).'
         )
+    for _, module in hooked:
+        remove_hook_from_module(module)
+
+
+def _values_accelerate_cannot_return(module: Any) -> list[str]:
+    """Tensors that had no values when accelerate took them over: it fetches them anew for each forward."""
+    hooks = getattr(module._hf_hook, "hooks", (module._hf_hook,))
+    origins = {name: home for hook in hooks for name, home in getattr(hook, "original_devices", {}).items()}
+    return [name for name, home in origins.items() if home.type == "meta"]
