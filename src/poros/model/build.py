@@ -3,7 +3,6 @@
 import copy
 import gc
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,16 +16,14 @@ from poros.model import quantize, upstream
 from poros.model.checkpoint import Checkpoint
 from poros.model.gguf import LoadedWeights, read_gguf_config
 from poros.model.hub import ModelFiles, locate
-from poros.model.memory import require_host_memory
+from poros.model.options import Place, Precision
 from poros.model.shapes import read_shape, shape_names
 from poros.model.synthetic import RandomWeights
 from poros.model.weights import CheckpointWeights
-from poros.residency.attach import Attachment, compute_device
+from poros.residency.attach import compute_device
 from poros.residency.discover import find_decoder
 
 log = logging.getLogger("poros")
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class Weights(Protocol):
@@ -85,27 +82,25 @@ def load(
         CheckpointError: a file is missing or corrupt, or the tensors are not those that the configuration asks for.
         ConfigError: a setting is out of its limits, or host memory does not suffice.
     """
-    precision = _Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = _Place(compute_device(device), stream, block_size, slots, poison, checksum)
+    precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
+    place = Place(compute_device(device), stream, block_size, slots, poison, checksum)
     files = locate(model, revision)
     config = read_gguf_config(files, gguf_file) if gguf_file else _read_config(files)
     text_family(config.model_type)
     quantizer = precision.quantizer(config, place.device)
-    if gguf_file is None:
-        files.fetch_weights()
-        checkpoint = Checkpoint(files.folder)
     skeleton = _skeleton(config, files.name, precision.dtype, quantizer, place, attn_implementation)
     weights: Weights
-    if gguf_file is None:
-        layers = {name for name, _ in find_decoder(skeleton).layers}
-        weights = CheckpointWeights(
-            skeleton, checkpoint, layers, quantizer=quantizer, dtype=precision.dtype, device=place.device
-        )
-        place.require_memory(skeleton, f"loading {files.name}")
-    else:
+    if gguf_file is not None:
         unpacked = skeleton.num_parameters() * precision.dtype.itemsize
         place.require_memory(skeleton, f"loading {gguf_file}", extra_bytes=unpacked)
         weights = LoadedWeights.from_gguf(skeleton, files, gguf_file, precision.dtype, place.device)
+    else:
+        place.require_memory(skeleton, f"loading {files.name}")  # before anything is downloaded
+        files.fetch_weights()
+        weights = CheckpointWeights(
+            skeleton, Checkpoint(files.folder), quantizer=quantizer, dtype=precision.dtype, device=place.device
+        )
+        place.require_memory(skeleton, f"loading {files.name}")  # a 4-bit checkpoint may be so in part only
     return _assemble(skeleton, weights, quantizer, place, files.folder)
 
 
@@ -137,8 +132,8 @@ def from_shape(
 
     The other arguments, and the errors, are those of :func:`load`.
     """
-    precision = _Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = _Place(compute_device(device), stream, block_size, slots, poison, checksum)
+    precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
+    place = Place(compute_device(device), stream, block_size, slots, poison, checksum)
     if isinstance(shape, PreTrainedConfig):
         config = copy.deepcopy(shape)
     elif str(shape) in shape_names():
@@ -151,76 +146,6 @@ def from_shape(
     place.require_memory(skeleton, f"building {shape if isinstance(shape, str | Path) else config.model_type}")
     weights = RandomWeights(skeleton, seed=seed, device=place.device)
     return _assemble(skeleton, weights, quantizer, place, None)
-
-
-@dataclass(frozen=True)
-class _Precision:
-    """In how many bits the weights are, and what is computed with them."""
-
-    dtype: torch.dtype
-    compute_dtype: torch.dtype | None
-    nf4: bool
-    double_quant: bool
-
-    @classmethod
-    def of(cls, quantization: Any, double_quant: bool, dtype: Any, compute_dtype: Any) -> "_Precision":
-        if quantization not in (None, "nf4"):
-            raise ConfigError(f"quantization is {quantization!r}; it must be 'nf4' or None")
-        compute = None if compute_dtype is None else _dtype("compute_dtype", compute_dtype)
-        return cls(_dtype("dtype", dtype), compute, quantization == "nf4", double_quant)
-
-    def quantizer(self, config: PreTrainedConfig, device: torch.device) -> Any:
-        """transformers' quantiser for a model of ``config``; ``None`` if it stays in 16 or 32 bits."""
-        stored = quantize.stored_quantization(config)
-        compute_dtype = self.compute_dtype or self.dtype
-        request = quantize.nf4(self.double_quant, compute_dtype) if self.nf4 and stored is None else None
-        quantizer = upstream.quantizer_for(config, request, device)
-        if stored is not None and self.compute_dtype is not None:
-            quantizer.quantization_config.bnb_4bit_compute_dtype = self.compute_dtype
-        return quantizer
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the weights go, and the settings of the window."""
-
-    device: torch.device
-    stream: bool
-    block_size: int
-    slots: int | None
-    poison: bool
-    checksum: bool
-
-    def attach(self, model: PreTrainedModel) -> Attachment:
-        return Attachment(
-            model,
-            block_size=self.block_size,
-            slots=self.slots,
-            device=self.device,
-            poison=self.poison,
-            checksum=self.checksum,
-        )
-
-    def require_memory(self, skeleton: PreTrainedModel, what: str, *, extra_bytes: int = 0) -> None:
-        """Raise :class:`ConfigError` unless host memory holds what is kept there and two blocks on their way."""
-        layers = [_weight_bytes(layer) for _, layer in find_decoder(skeleton).layers]
-        if self.device.type == "cpu":
-            tied = (skeleton.get_parameter(name) for name in skeleton.all_tied_weights_keys)
-            kept = _weight_bytes(skeleton) - sum(tensor.numel() * tensor.element_size() for tensor in tied)
-        else:
-            kept = sum(layers) if self.stream else 0
-        require_host_memory(
-            kept + 2 * self.block_size * max(layers) + extra_bytes,
-            what,
-            "Free memory, raise the limit, or take a smaller model.",
-        )
-
-
-def _dtype(name: str, value: str | torch.dtype) -> torch.dtype:
-    dtype = _DTYPES.get(value) if isinstance(value, str) else value
-    if dtype is None or dtype not in _DTYPES.values():
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(_DTYPES)}")
-    return dtype
 
 
 def _read_config(files: ModelFiles) -> PreTrainedConfig:
@@ -236,7 +161,7 @@ def _read_config(files: ModelFiles) -> PreTrainedConfig:
 
 
 def _skeleton(
-    config: PreTrainedConfig, name: str, dtype: torch.dtype, quantizer: Any, place: _Place, attention: str | None
+    config: PreTrainedConfig, name: str, dtype: torch.dtype, quantizer: Any, place: Place, attention: str | None
 ) -> PreTrainedModel:
     """The model without its weights: parameters on the meta device, computed buffers in place."""
     if attention is not None:
@@ -252,7 +177,7 @@ def _skeleton(
 
 
 def _assemble(
-    model: PreTrainedModel, weights: Weights, quantizer: Any, place: _Place, folder: Path | None
+    model: PreTrainedModel, weights: Weights, quantizer: Any, place: Place, folder: Path | None
 ) -> PreTrainedModel:
     """Fill a skeleton, its blocks first, each of which leaves for the host store before the next one is filled."""
     attachment = place.attach(model) if place.stream else None
@@ -285,7 +210,3 @@ def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
     except OSError:
         log.debug("%s has no generation_config.json; the defaults of the model's configuration hold", folder)
-
-
-def _weight_bytes(module: nn.Module) -> int:
-    return sum(quantize.weight_bytes(inner) for inner in module.modules())

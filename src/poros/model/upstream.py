@@ -53,13 +53,10 @@ def new_skeleton(config: PreTrainedConfig, name: str, dtype: torch.dtype, quanti
             contexts.enter_context(context)
         model = model_class(config)
         if quantizer is not None:
-            preprocess(model, quantizer, dtype)
+            quantizer.preprocess_model(
+                model=model, dtype=dtype, device_map=None, checkpoint_files=None, use_kernels=False
+            )
     return model
-
-
-def preprocess(model: PreTrainedModel, quantizer: Any, dtype: torch.dtype) -> None:
-    """Replace the linears that ``quantizer`` takes by empty 4-bit ones on the meta device."""
-    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None, use_kernels=False)
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:

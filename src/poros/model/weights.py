@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from poros.errors import CheckpointError
 from poros.model import quantize, upstream
 from poros.model.checkpoint import Checkpoint
+from poros.residency.discover import find_decoder
 
 log = logging.getLogger("poros")
 
@@ -28,7 +29,6 @@ class CheckpointWeights:
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        layers: Collection[str],
         *,
         quantizer: Any,
         dtype: torch.dtype,
@@ -39,7 +39,6 @@ class CheckpointWeights:
         Args:
             model: the skeleton; an already quantised checkpoint decides which of its linears are in 4 bits.
             checkpoint: the files.
-            layers: names of the decoder layers, each of which is a group of its own.
             quantizer: transformers' quantiser, or ``None``.
             dtype: of what is not quantised.
             device: where tensors are put, and quantised.
@@ -64,7 +63,8 @@ class CheckpointWeights:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         self.missing = self._check_complete()
         self._check_stored_shapes()
-        self._groups: dict[str, list[str]] = defaultdict(list)
+        layers = {name for name, _ in find_decoder(model).layers}
+        self._groups: dict[str, list[str]] = defaultdict(list)  # decoder layer, or the rest -> tensors
         for key, target in self._targets.items():
             self._groups[_group(target.names[0], layers)].append(key)
 
