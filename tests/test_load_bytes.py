@@ -90,6 +90,13 @@ def test_the_model_says_of_itself_what_from_pretrained_says(tmp_path: Path) -> N
     assert model.get_memory_footprint() == expected.get_memory_footprint()
 
 
+def test_generation_settings_come_from_the_configuration_where_there_is_no_file_of_them(tmp_path: Path) -> None:
+    folder = checkpoints.save(tmp_path, "gemma3")
+    (folder / "generation_config.json").unlink()
+    model = load(folder, quantization=None, stream=False)
+    assert model.generation_config.to_dict() == checkpoints.resident(folder).generation_config.to_dict()
+
+
 def test_an_unquantised_model_does_not_claim_to_be_quantised(tmp_path: Path) -> None:
     model = load(checkpoints.save(tmp_path, "llama"), quantization=None, stream=False)
     assert not getattr(model, "is_quantized", False)

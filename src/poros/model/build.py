@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from poros.errors import CheckpointError, ConfigError
 from poros.families import text_family
@@ -101,7 +101,7 @@ def load(
             skeleton, Checkpoint(files.folder), quantizer=quantizer, dtype=precision.dtype, device=place.device
         )
         place.require_memory(skeleton, f"loading {files.name}")  # a 4-bit checkpoint may be so in part only
-    return _assemble(skeleton, weights, quantizer, place, files.folder)
+    return _assemble(skeleton, weights, quantizer, place, None if gguf_file else files.folder)
 
 
 def from_shape(
@@ -195,7 +195,7 @@ def _assemble(
     model.requires_grad_(False)
     model.eval()
     if folder is not None and model.can_generate():
-        _read_generation_config(model, folder)
+        model.generation_config = upstream.read_generation_config(folder)
     if quantizer is not None:
         upstream.postprocess(model, quantizer)
     if attachment is not None:
@@ -203,10 +203,3 @@ def _assemble(
         log.info("%s", attachment.report())
     gc.collect()
     return model
-
-
-def _read_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        log.debug("%s has no generation_config.json; the defaults of the model's configuration hold", folder)

@@ -9,11 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -155,6 +162,14 @@ def postprocess(model: PreTrainedModel, quantizer: Any) -> None:
     """Mark the model as a 4-bit one, as ``from_pretrained`` does, so that PEFT and the Trainer treat it as such."""
     model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """How the model in ``folder`` generates; without a file that says so, by the defaults of its configuration."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
 def initialize(model: PreTrainedModel, name: str, module: nn.Module) -> None:
