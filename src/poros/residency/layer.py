@@ -88,6 +88,11 @@ def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a 4-bit weight that was not quantised yet. Move the model to its device first "
             "(model.to(device)), or load it with poros.load."
         )
+    if getattr(tensor, "bnb_quantized", False) and getattr(tensor, "quant_state", None) is None:
+        raise ResidencyError(
+            f"{name} is a packed 4-bit weight without its quantisation state, so its values are lost. "
+            "Load the model anew; if it was saved in 4 bits, its files are incomplete."
+        )
     if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
         raise UnsupportedModelError(f"{name} is a {type(tensor.data).__name__} with layout {tensor.layout}")
 
