@@ -1,5 +1,6 @@
 """All skip logic of the tests."""
 
+import importlib.util
 import os
 
 import pytest
@@ -10,3 +11,4 @@ needs_gpu_model = pytest.mark.skipif(
     "POROS_GPU_TEST_MODEL" not in os.environ,
     reason="set POROS_GPU_TEST_MODEL to a hub id, a folder, or a shape's name",
 )
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl (pip install poros[trl])")
