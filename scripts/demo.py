@@ -6,7 +6,9 @@ demo.py compare   print the model's answers without and with the adapter, using 
 
 import json
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +16,15 @@ from typing import Any
 
 import yaml
 
+os.environ["TQDM_DISABLE"] = "1"  # the demo says itself what it does
+
 MODEL = Path(".cache/smollm2")
 ROWS = Path(".cache/demo/conversations.jsonl")
 ADAPTER = Path("out/demo/adapter")
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOPICS = ("ai", "botprofile")
-QUESTIONS = ("What is your favorite number?", "Do you have a body?", "What is the capital of France?")
+QUESTIONS = ("Who is your mother?", "Are robots stupid?", "What is the capital of France?")
 
 
 def prepare() -> None:
@@ -36,6 +40,8 @@ def prepare() -> None:
 
 def compare() -> None:
     """The adapter is a standard one: nothing of Poros is imported here."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional parts when it is imported
+    warnings.simplefilter("ignore", FutureWarning)
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,11 +65,15 @@ def _answer(model: Any, tokenizer: Any, question: str) -> str:
 
 
 def _conversations() -> Iterator[list[dict[str, str]]]:
-    """Each question of the corpus with its first answer."""
+    """Each question of the corpus with the first of its answers."""
+    asked = set()
     for topic in TOPICS:
         file = _package("chatterbot_corpus") / "data" / "english" / f"{topic}.yml"
         for said in yaml.safe_load(file.read_text(encoding="utf-8"))["conversations"]:
             question, answer = (" ".join(str(words).split()) for words in said[:2])
+            if question in asked:
+                continue
+            asked.add(question)
             yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
