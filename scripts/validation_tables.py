@@ -91,5 +91,18 @@ Page-locked host memory over the slabs' bytes, largest of all rows: {locked:.4f}
 """
 
 
+def render_readme(text: str) -> str:
+    """The project's README with its table of results written anew."""
+    begin, end = "<!-- results: written by scripts/validation_tables.py -->\n", "<!-- /results -->"
+    before, _, rest = text.partition(begin)
+    after = rest.partition(end)[2]
+    speed = read_rows("h200_speed_eager.jsonl")
+    row = speed[0]
+    lines = [f"{row['model']} shape, {row['seq_len']} tokens, batch {row['batch_size']}, one {row['gpu']}, in one run:"]
+    return before + begin + "\n".join([*lines, "", speed_table(speed), ""]) + end + after
+
+
 if __name__ == "__main__":
+    readme = FOLDER.parent.parent / "README.md"
+    readme.write_text(render_readme(readme.read_text()))
     (FOLDER / "README.md").write_text(render())

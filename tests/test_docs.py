@@ -16,6 +16,11 @@ def test_the_validation_page_is_what_its_rows_give():
     assert page == validation_tables.render(), "run scripts/validation_tables.py"
 
 
+def test_the_readmes_table_is_what_the_rows_give():
+    text = (ROOT / "README.md").read_text()
+    assert text == validation_tables.render_readme(text), "run scripts/validation_tables.py"
+
+
 def test_every_parity_row_passed_and_its_control_too():
     for row in validation_tables.read_rows("h200_parity_eager.jsonl"):
         assert row["verdict"] == "PASS"
