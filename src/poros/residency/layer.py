@@ -143,6 +143,13 @@ class StreamedLayer:
         self._addresses: list[int] = []
         self._adopted: set[int] = set()  # indices of tensors that a user replaced
         self._frozen_ids = {id(tensor) for tensor in self.tensors}
+        stores: list[dict[str, Any]] = [s for inner in descendants(module) for s in (inner._parameters, inner._buffers)]
+        self._places = [  # where each frozen parameter and buffer hangs
+            (store, name, tensor)
+            for store in stores
+            for name, tensor in store.items()
+            if id(tensor) in self._frozen_ids
+        ]
         self._num_visible = sum(
             1 for tensor in dict.fromkeys((*module.parameters(), *module.buffers())) if id(tensor) in self._frozen_ids
         )
@@ -166,9 +173,17 @@ class StreamedLayer:
 
     def unbind(self) -> None:
         """Let the frozen tensors be their host masters again."""
+        self._put_back()
         for index, (tensor, master) in enumerate(zip(self.tensors, self.masters, strict=True)):
             if index not in self._adopted:
                 tensor.data = master
+
+    def _put_back(self) -> None:
+        """Undo replacements by an alias, which would stay on the slot: PEFT's DoRA makes them on a CPU."""
+        for store, name, tensor in self._places:
+            present = store.get(name)
+            if present is not None and present is not tensor and present.data_ptr() == tensor.data_ptr():
+                store[name] = tensor
 
     def restore(self) -> None:
         """Let the frozen tensors be ordinary tensors where they were before (those from the host keep the master)."""
