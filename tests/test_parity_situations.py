@@ -5,6 +5,7 @@ Llama mostly, with five layers, so that blocks of two leave a short last one and
 
 import copy
 import gc
+import warnings
 
 import peft
 import pytest
@@ -77,6 +78,32 @@ def evaluation_between(model, pair):
     return loss, validation
 
 
+def inference_mode_between(model, pair):
+    """Tensors made in inference mode must not get into anything that autograd sees later."""
+    loss = model(**pair[0]).loss
+    with torch.inference_mode():
+        validation = model(**pair[1]).loss
+    loss.backward()
+    return loss, validation.clone()
+
+
+def inference_mode_first(model, pair):
+    with torch.inference_mode():
+        validation = model(**pair[1]).loss
+    loss = model(**pair[0]).loss
+    loss.backward()
+    return loss, validation.clone()
+
+
+def only_some_gradients(model, pair):
+    """The backward stops at the lowest layer that was asked for."""
+    loss = model(**pair[0]).loss
+    wanted = [(n, p) for n, p in model.named_parameters() if p.requires_grad and ".layers.3." in n]
+    gradients = torch.autograd.grad(loss, [p for _, p in wanted])
+    model(**pair[1]).loss.backward()
+    return loss, *gradients
+
+
 def reference_between(model, pair):
     """A preference loss: the reference is the same model without its adapters."""
     chosen = model(**pair[0]).logits.mean()
@@ -147,10 +174,18 @@ def adapters_are_off_by_then(model, pair):
     return (loss,)
 
 
-TWICE = [backward_of_the_sum, backward_in_reverse_order, mode_flips_before_backward, gradients_asked_for]
+TWICE = [
+    backward_of_the_sum,
+    backward_in_reverse_order,
+    mode_flips_before_backward,
+    gradients_asked_for,
+]
 OFTEN = [
     a_forward_is_dropped,
     evaluation_between,
+    inference_mode_between,
+    inference_mode_first,
+    only_some_gradients,
     reference_between,
     reference_with_gradients_on,
     backward_twice,
@@ -162,6 +197,16 @@ OFTEN = [
 @pytest.mark.parametrize("learn", [*TWICE, *OFTEN], ids=lambda learn: learn.__name__)
 def test_order_of_forwards_and_backwards(learn):
     parity(count=2 * STEPS, accumulation=2, learn=learn, recomputed=learn in TWICE)
+
+
+def test_anomaly_detection():
+    def learn(model, batches):
+        with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+            loss = model(**batches[0]).loss
+            loss.backward()
+        return (loss,)
+
+    parity(lambda: make(num_layers=3), count=2, learn=learn, settings=WINDOWS[:1])
 
 
 def test_two_prepared_models_in_turn():
@@ -237,6 +282,62 @@ def test_autocast(learn):
     parity(lambda: make(num_layers=3), batches=batches, learn=learn, settings=WINDOWS[:1])
 
 
+def sum_in_one_block(model, pair):
+    """Autocast keeps one bf16 copy of each adapter for both forwards, so their gradients meet in bf16."""
+    with autocast():
+        losses = [model(**batch).loss for batch in pair]
+    sum(losses).backward()
+    return losses
+
+
+def sum_over_two_blocks(model, pair):
+    losses = []
+    for batch in pair:
+        with autocast():
+            losses.append(model(**batch).loss)
+    sum(losses).backward()
+    return losses
+
+
+def reference_in_the_block(model, pair):
+    with autocast():
+        chosen = model(**pair[0]).loss
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(**pair[0]).loss
+        rejected = model(**pair[1]).loss
+        loss = chosen - 0.5 * rejected - reference
+    loss.backward()
+    return loss, reference
+
+
+def backwards_in_one_block(model, pair):
+    losses = []
+    with autocast():
+        for batch in pair:
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "learn",
+    [sum_in_one_block, sum_over_two_blocks, reference_in_the_block, backwards_in_one_block],
+    ids=lambda learn: learn.__name__,
+)
+def test_two_forwards_under_autocast(learn):
+    batches = tiny.batches("llama", 4, batch_size=1, seq_len=6)
+    recomputed = learn is not reference_in_the_block
+    parity(
+        lambda: make(num_layers=3),
+        batches=batches,
+        accumulation=2,
+        learn=learn,
+        settings=WINDOWS[:1],
+        recomputed=recomputed,
+    )
+
+
 def test_autocast_is_switched_off_inside_one_layer():
     """A module that insists on full precision, as some norms and routers do."""
 
@@ -264,6 +365,45 @@ def test_autocast_is_switched_off_inside_one_layer():
 @pytest.mark.parametrize("padding", ["left", "right", None])
 def test_padding(padding):
     parity(batches=tiny.batches("llama", STEPS, padding=padding))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (2, 1), (1, 2), (3, 16), (2, 300)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_numbers_of_tokens(shape):
+    """4-bit kernels are chosen by it."""
+    batch_size, seq_len = shape
+
+    def learn(model, batches):
+        loss = model(input_ids=batches[0]["input_ids"]).logits.square().mean()
+        loss.backward()
+        return (loss,)
+
+    batches = tiny.batches("llama", 2, batch_size=batch_size, seq_len=seq_len)
+    lora = {
+        "target_modules": ["v_proj", "o_proj", "up_proj"]
+    }  # one token attends to itself alone, whatever q and k say
+    parity(lambda: make(lora=lora, num_layers=3), batches=batches, learn=learn, settings=WINDOWS[:1])
+
+
+def test_packed_sequences():
+    """Several samples in a row, told apart by their positions."""
+    batches = tiny.batches("llama", STEPS)
+    for batch in batches:
+        batch["position_ids"] = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, 24)
+    parity(batches=batches)
+
+
+def test_changing_an_adapter_before_its_backward_is_an_error():
+    """As it is when resident: autograd sees that what it kept was changed in place."""
+    for model in (make(), poros.prepare(make(), device="cpu")):
+        loss = model(**tiny.batch("llama")).loss
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "layers.2" in name and "lora_A" in name:
+                    parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -443,8 +583,8 @@ def test_tied_embeddings_stay_tied():
 def test_kinds_of_adapters(kind):
     def make_kind():
         if kind == "dora":
-            # On a CPU, PEFT replaces a 4-bit weight by a copy in every forward of DoRA.
-            return make(quant=None, lora={"use_dora": True, "target_modules": ["q_proj", "down_proj"]})
+            # On a CPU, PEFT replaces each 4-bit weight by an alias in every forward.
+            return make(lora={"use_dora": True, "target_modules": ["q_proj", "down_proj"]})
         if kind == "head":
             return make(lora={"target_modules": ["q_proj", "lm_head", "embed_tokens"]}, tied=False)
         if kind == "trainable tokens":
@@ -477,20 +617,31 @@ def test_prompt_tuning():
 TINY_BF16 = {"dtype": torch.bfloat16, "num_layers": 3}
 
 
-def kbit(model):
-    peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+def kbit(model, checkpointing=False):
+    peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
     for name, parameter in model.named_parameters():
         if "lora_" in name:  # it freezes everything, as it is meant to run before the adapters come
             parameter.requires_grad_(True)
     return model
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_kbit_preparation(when):
+def test_kbit_preparation(when, checkpointing):
     """It casts norms, embedding and head to fp32; afterwards that must neither be undone nor reach packed bytes."""
-    orders = {"before": lambda m, **s: poros.prepare(kbit(m), **s), "after": lambda m, **s: kbit(poros.prepare(m, **s))}
+
+    def prepare(model, **settings):
+        if when == "before":
+            return poros.prepare(kbit(model, checkpointing), **settings)
+        return kbit(poros.prepare(model, **settings), checkpointing)
+
+    def resident(model):
+        kbit(model)
+        if checkpointing:  # comes with it
+            model.enable_input_require_grads()
+
     batches = tiny.batches("llama", 2, batch_size=1, seq_len=4)
-    parity(lambda: make(**TINY_BF16), batches=batches, prepare=orders[when], prepare_resident=kbit)
+    parity(lambda: make(**TINY_BF16), batches=batches, prepare=prepare, prepare_resident=resident)
 
 
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "default"])
