@@ -378,8 +378,8 @@ def _adapted(model: Any, dropout: float, attention_only: bool, changes: dict[str
     return adapted
 
 
-def randomise_lora_b(model: nn.Module) -> None:
+def randomise_lora_b(model: nn.Module, std: float = 0.05) -> None:
     """Replace the zeros that PEFT starts every ``lora_B`` with."""
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
-            parameter.data.normal_(std=0.05)
+            parameter.data.normal_(std=std)
