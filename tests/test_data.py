@@ -67,8 +67,9 @@ def whole(dataset: RowDataset, index: int = 0) -> str:
 def test_text_is_learnt_whole_with_one_bos_and_one_eos(tmp_path: Path) -> None:
     dataset = read(tmp_path, [{"text": "the answer"}])
     assert whole(dataset) == "<s>the answer</s>"
-    assert list(dataset.examples[0].labels) == list(dataset.examples[0].input_ids)
-    assert dataset.examples[0].num_trained == len(dataset.examples[0].input_ids) - 1  # the first is never predicted
+    ids, labels = dataset.examples[0].input_ids, dataset.examples[0].labels
+    assert list(labels) == [IGNORED, *ids[1:]]  # nothing predicts the first
+    assert dataset.examples[0].num_trained == len(ids) - 1
 
 
 def test_of_a_prompt_only_the_completion_is_learnt_with_the_prompts_own_tokens(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out(tmp_
 def test_each_row_may_have_a_format_of_its_own(tmp_path: Path) -> None:
     rows = [{"text": "yes"}, {"prompt": "is it?", "completion": " no"}, {"messages": CHAT[:2], "text_id": 3}]
     dataset = read(tmp_path, rows)
-    assert [learnt(dataset, i) for i in range(3)] == [["<s>yes</s>"], [" no</s>"], ["yes</s>"]]
+    assert [learnt(dataset, i) for i in range(3)] == [["yes</s>"], [" no</s>"], ["yes</s>"]]
 
 
 def test_a_row_with_several_formats_needs_to_be_told_which(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_a_row_with_several_formats_needs_to_be_told_which(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"several formats \(messages, text\); set data.format"):
         read(tmp_path, [row])
     assert learnt(read(tmp_path, [row], format="messages")) == ["yes</s>"]
-    assert learnt(read(tmp_path, [row], format="text")) == ["<s>the answer</s>"]
+    assert learnt(read(tmp_path, [row], format="text")) == ["the answer</s>"]
 
 
 # --- special tokens

@@ -97,6 +97,21 @@ def test_every_step_can_be_resumed_from(home: Path, tmp_path: Path, step: int) -
     assert (output / adapter).read_bytes() == (home / "whole" / adapter).read_bytes()
 
 
+def test_an_epoch_that_ends_within_an_accumulation_can_be_resumed(home: Path, tmp_path: Path) -> None:
+    """Six batches an epoch, four a step: the second step of each epoch has two."""
+    shape = {"steps": None, "epochs": 2.0, "accumulation": 4, "save_steps": 1, "save_total_limit": 4}
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    assert tiny_run.poros("train", settings(home, whole, **shape)).exit_code == 0
+    assert [checkpoint.step for checkpoint in complete_checkpoints(whole)] == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(whole / f"checkpoint-{step}", output / f"checkpoint-{step}")
+        result = tiny_run.poros("train", settings(home, output, **shape), "--resume")
+        assert result.exit_code == 0, result.output
+        adapter = Path("adapter") / "adapter_model.safetensors"
+        assert (output / adapter).read_bytes() == (whole / adapter).read_bytes()
+
+
 def test_resuming_may_move_the_weights_but_changes_no_bit(home: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(home / "whole", output)

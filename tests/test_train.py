@@ -1,5 +1,6 @@
 """What ``poros train`` leaves, that it learns as the bare loop does, and that it stops rather than learn nothing."""
 
+import io
 import math
 import os
 import signal
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import poros
+from poros.config_file import load_config
 from poros.errors import PorosError
 from poros.model.adapter import add_lora
 from poros.train import guards, trainer
 from poros.train.loop import accumulate, train_step, trainable
+from poros.train.run import run
 from tests import tiny_run
 
 
@@ -87,6 +91,19 @@ def test_the_loss_falls_and_is_reported_with_speed_memory_and_time_left(tmp_path
     assert all("tokens/s" in line and "left" in line for line in lines)
 
 
+def test_a_terminal_gets_a_bar_and_is_left_as_it_was(tmp_path: Path, model: Path) -> None:
+    data = tiny_run.write_rows(tmp_path / "rows.jsonl", tiny_run.some_rows())
+    settings = tiny_run.write_settings(tmp_path / "run.yaml", tiny_run.settings(model, data, tmp_path / "out"))
+    screen = io.StringIO()
+    with tiny_run.one_thread():
+        result = run(load_config(settings), console=Console(file=screen, force_terminal=True, width=120))
+    assert result.num_steps == len(result.losses) == 3
+    said = screen.getvalue()
+    assert f"loss {result.losses[-1]:.4f}" in said
+    assert "3/3" in said
+    assert said.count("\x1b[?25l") == said.count("\x1b[?25h") == 1  # the cursor: hidden once, shown again once
+
+
 # --- that it learns the same, wherever the base is, and as the bare loop
 
 
@@ -137,12 +154,13 @@ def test_the_bare_loop_gives_the_trainers_bits(tmp_path: Path, model: Path, monk
 
 
 def test_the_loss_of_accumulated_batches_is_the_mean_over_all_their_tokens(model: Path) -> None:
-    net = add_lora(poros.load(model, dtype="float32", device="cpu", quantization=None), rank=2, alpha=4, seed=0).train()
+    net = add_lora(poros.load(model, dtype="float32", device="cpu", quantization=None), rank=2, alpha=4).train()
     ids = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[1, 3:] = -100  # the second row has two learnt tokens, the first eight
-    whole = accumulate(net, [{"input_ids": ids, "labels": labels}])
-    split = accumulate(net, [{"input_ids": ids[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)])
+    with tiny_run.one_thread():
+        whole = accumulate(net, [{"input_ids": ids, "labels": labels}])
+        split = accumulate(net, [{"input_ids": ids[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)])
     torch.testing.assert_close(split, whole)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from poros.errors import DataError
-from poros.train.encode import Encoded, Encoder
+from poros.train.encode import IGNORED, Encoded, Encoder
 from poros.train.rows import Kind, RowError, parse_row, read_lines
 
 Truncation = Literal["keep_start", "keep_end", "drop", "error"]
@@ -147,8 +147,9 @@ def _add(dataset: RowDataset, place: Place, encoded: Encoded, max_length: int, t
             dataset.dropped.setdefault(f"nothing to learn in the {max_length} tokens kept", []).append(place)
             return
         dataset.truncated.append(place)
-    # Four bytes a token instead of a pointer and an object.
-    dataset.examples.append(Encoded(array("i", encoded.input_ids), array("i", encoded.labels)))
+    # Nothing predicts the first token; labelled, some versions of transformers would count it all the same.
+    labels = array("i", [IGNORED, *encoded.labels[1:]])  # four bytes a token, not a pointer and an object
+    dataset.examples.append(Encoded(array("i", encoded.input_ids), labels))
     dataset.places.append(place)
 
 

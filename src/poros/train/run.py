@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ def _build(config: RunConfig, data: RunData, device: torch.device, dtype: str) -
         revision=config.model.revision,
         gguf_file=config.model.gguf_file,
     )
+    base.config.use_cache = False  # a cache only costs memory in training
     num_embeddings = base.get_input_embeddings().num_embeddings
     if data.largest_id >= num_embeddings:
         raise DataError(
@@ -151,7 +152,7 @@ def _train(trainer: AdapterTrainer, checkpoint: Checkpoint | None, console: Cons
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.folder))
     finally:
         progress.close()
-        if output.is_dir() and not any(output.iterdir()):
+        with suppress(OSError):  # not empty: it holds checkpoints
             output.rmdir()
 
 
