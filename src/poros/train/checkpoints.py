@@ -70,7 +70,9 @@ def whole_folder(final: Path) -> Iterator[Path]:
             final.rename(before)  # deleting it in its place could be cut short
         partial.rename(final)
         _flush(final.parent)
-    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is each of them to somebody
+    except Exception as error:
+        if not _is_failed_write(error):
+            raise
         raise PorosError(
             f"{final}: could not be written: {_reason(error)}. Nothing half-written is left, and what was saved before "
             "is untouched. Free some space or set output to another disk, then run again (with --resume if there is a "
@@ -149,6 +151,11 @@ def _read(folder: Path) -> Checkpoint | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _is_failed_write(error: Exception) -> bool:
+    """A full disk is a RuntimeError to torch, an error of its own to safetensors, and a bare one to tokenizers."""
+    return isinstance(error, (OSError, RuntimeError, SafetensorError)) or type(error) is Exception
 
 
 def _flush(path: Path) -> None:
