@@ -225,6 +225,20 @@ def test_a_module_that_takes_no_part_needs_no_gradient() -> None:
     guards.check_gradients(net, ran)
 
 
+def test_a_full_gpu_is_reported_with_what_to_lower(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nMore lines.")
+
+    monkeypatch.setattr(trainer.AdapterTrainer, "training_step", full)
+    result = train(tmp_path, model)
+    assert result.exit_code == 2
+    assert "memory is full: CUDA out of memory. Tried to allocate 1 GiB. Lower data.max_length" in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists()
+
+
 # --- that it can be stopped
 
 
