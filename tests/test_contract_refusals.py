@@ -232,7 +232,7 @@ def test_outputs_from_inside_the_layers_are_refused(name):
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of Dynamo
 def test_compiling_is_refused():
-    model = poros.prepare(make(num_layers=2), **SETTINGS)
+    model = poros.prepare(make(num_layers=1), **SETTINGS)
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(Exception, match=r"cannot be traced by torch\.compile"):
         compiled(**BATCHES[0])

@@ -371,7 +371,9 @@ def _adapted(model: Any, dropout: float, attention_only: bool, changes: dict[str
         for name, module in text_layers(model).named_modules()
         if isinstance(module, nn.Linear) and (".self_attn." in name or not attention_only)
     }
-    targets = rf"{re.escape(path)}\.\d+\..*\b({'|'.join(sorted(leaves))})"
+    # A vision tower has linears of the same names, and names in a list would reach them.
+    in_text = rf"{re.escape(path)}\.\d+\..*\b({'|'.join(sorted(leaves))})"
+    targets = in_text if "language_model" in path else sorted(leaves)
     fields = {"r": 4, "lora_alpha": 8, "lora_dropout": dropout, "target_modules": targets, "task_type": "CAUSAL_LM"}
     adapted = get_peft_model(model, LoraConfig(**{**fields, **changes}))
     randomise_lora_b(adapted)
