@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from poros.errors import ResidencyError
 from poros.residency.schedule import Phase, Schedule
 from poros.residency.store import allocate
 from poros.residency.transfer import Mark, Transfer
@@ -79,6 +80,11 @@ class Window:
 
     def acquire(self, block: int, phase: Phase) -> int:
         """Make ``block`` readable by the current stream and return its slot's index. Pair with :meth:`release`."""
+        if not self.slots:
+            raise ResidencyError(
+                "poros.unprepare was called between a forward and its backward, so the weights of that forward are "
+                "gone from the window. Run the backward first, or the forward anew."
+            )
         self._schedule.observe(block, phase)
         for left, slot in enumerate(self.slots):
             if slot.held:  # by a visit that was interrupted
