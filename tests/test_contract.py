@@ -1,7 +1,9 @@
 """The user's model stays theirs: what it looks like, what it saves, and what it is again after ``unprepare``."""
 
 import copy
+import gc
 import inspect
+import weakref
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -298,6 +300,29 @@ def test_prepare_and_unprepare_again_and_again():
         model(**tiny.batch("llama")).loss.backward()
         poros.unprepare(model)
         assert attributes(model) == had
+
+
+def test_unprepare_between_forward_and_backward_is_an_error():
+    for again in (lambda model: None, lambda model: poros.prepare(model, device="cpu")):
+        model = prepared()
+        loss = model(**tiny.batch("llama")).loss
+        poros.unprepare(model)
+        again(model)
+        with pytest.raises(poros.ResidencyError, match="between a forward and its backward"):
+            loss.backward()
+        model.zero_grad()
+        model(**tiny.batch("llama")).loss.backward()
+
+
+def test_a_model_that_is_let_go_takes_its_window_with_it():
+    from poros.residency.attach import attachment_of
+
+    model = prepared()
+    model(**tiny.batch("llama")).loss.backward()
+    alive = [weakref.ref(model), weakref.ref(attachment_of(model).window), weakref.ref(attachment_of(model).store)]
+    del model
+    gc.collect()
+    assert [thing() for thing in alive] == [None, None, None]
 
 
 def test_prepare_twice_changes_nothing():
