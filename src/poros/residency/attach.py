@@ -93,6 +93,7 @@ class Attachment:
         offset = 0
         for layer in streamed:
             layer.offset = offset
+            layer.before = self.layers[-1] if self.layers else None
             self.layers.append(layer)
             layer.pack(slab[offset : offset + layer.layout.num_bytes])
             offset += layer.layout.num_bytes

@@ -12,12 +12,15 @@ that require gradients exactly where the caller's do: 4-bit kernels are chosen b
 runs under the restored state; its differentiation runs under the backward's own, as it would have.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache
 
@@ -27,6 +30,7 @@ from poros.residency.layer import StreamedLayer, Trainables
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
 from poros.residency.tree import flatten, mappings, unflatten
+from poros.residency.uses import UseRecorder, find_uses
 from poros.residency.window import Window
 
 _LEFT_EMPTY = "_poros_left_empty"  # on a cache: the layers that did not write to it
@@ -61,24 +65,27 @@ def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterat
 
 def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``layer`` as its own ``forward(*args, **kwargs)`` would have run on a resident model."""
-    if torch.compiler.is_compiling():
-        raise ResidencyError("a prepared model cannot be traced by torch.compile; run it without compiling")
+    _refuse_compiling()
     trainables = layer.walk(residency.device)
+    _refuse_left_empty(layer, (*args, *kwargs.values()))
     if not torch.is_grad_enabled():
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache):
-                _refuse_left_empty(value, layer)
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
-    _refuse_captures()
-    args, kwargs = _without_empty_cache(layer, args, kwargs)
-    call = Call(residency, layer, trainables, (args, kwargs))
+    captured = _captured_outputs()
+    args, kwargs = _with_private_caches(layer, args, kwargs)
+    call = Call(residency, layer, trainables, (args, kwargs), shared="hidden_states" in captured or is_hooked(layer))
     if not any(tensor.requires_grad for tensor in call.tensors):
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
-    tensors = call.tensors
-    outputs = VisitFunction.apply(call, len(tensors), *tensors, *call.join())  # type: ignore[no-untyped-call]
-    return call.collect(outputs)
+    return call.run()
+
+
+def is_hooked(layer: StreamedLayer) -> bool:
+    """Whether somebody's hook sees the layer's input, and so may use it elsewhere."""
+    return any(
+        seen is not None and (seen.module._forward_hooks or seen.module._forward_pre_hooks)
+        for seen in (layer, layer.before)
+    )
 
 
 def run_layer(layer: StreamedLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -104,37 +111,58 @@ class Call:
         layer: The layer.
         trainables: What :meth:`StreamedLayer.walk` found for this call.
         arguments: ``(args, kwargs)``.
+        shared: Whether the inputs may be used outside the layer too; see [Note: sums in order].
     """
 
     def __init__(
-        self, residency: Residency, layer: StreamedLayer, trainables: Trainables, arguments: tuple[Any, Any]
+        self,
+        residency: Residency,
+        layer: StreamedLayer,
+        trainables: Trainables,
+        arguments: tuple[Any, Any],
+        *,
+        shared: bool,
     ) -> None:
         self.residency = residency
         self.layer = layer
         self.trainables = trainables
-        self.arguments = mappings(arguments)  # the caller's own mappings, which the layer may write to
-        self.inputs: list[torch.Tensor] = []
-        self.template = flatten(arguments, self.inputs)
-        self.needs_grad = [tensor.requires_grad for tensor in self.inputs]
+        self._mappings = mappings(arguments)  # the caller's own, which the layer may write to
+        self.tensors: list[torch.Tensor] = []  # input tensors, then trainable parameters, until autograd has them
+        self.template = flatten(arguments, self.tensors)
+        self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
+        self.tensors += trainables.parameters
+        self.shared = shared or (bool(self._mappings) and any(self.needs_grad[1:]))
+        self.num_uses: list[int] = []  # of each input that needs a gradient, if they are returned one by one
         self.snapshot = Snapshot(trainables.modules, residency.device)
         self.carriers = _carriers(residency, layer)
         self.result: Any = None  # the template of what the layer returned and wrote
         self.prints: list[int] | None = None  # debugging: checksums of the outputs
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What autograd saves: the input tensors, then the trainable parameters."""
-        return [*self.inputs, *self.trainables.parameters]
+    def run(self) -> Any:
+        """Run the layer forward, tell autograd about it, and return what the layer returned."""
+        tensors = self.tensors
+        outputs, differentiable = self._forward(tensors)
+        carriers = [] if self.carriers is None else self.carriers.join(self.trainables.parameters)
+        apply: Any = VisitFunction.apply
+        returned = apply(self, outputs, differentiable, len(tensors), *tensors, *carriers, *self._further_uses())
+        self.tensors = []  # saved by autograd now, which also checks that nobody changes them
+        return self._collect(returned)
 
-    def join(self) -> list[torch.Tensor]:
-        """What takes the gradients of the parameters that autocast casts; see [Note: shared casts]."""
-        return [] if self.carriers is None else self.carriers.join(self.trainables.parameters)
-
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
+    def _forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the layer; return its output tensors without their graph, and which of them require gradients."""
+        versions = [tensor._version for tensor in tensors]
         leaves = self._leaves(tensors)
-        with visiting(self.residency, self.layer, Phase.FORWARD), torch.enable_grad():
+        guarded = [leaf for leaf, needed in zip(leaves, self.needs_grad, strict=True) if needed]
+        with visiting(self.residency, self.layer, Phase.FORWARD), torch.enable_grad(), ExitStack() as stack:
+            if not guarded:
+                guarded = stack.enter_context(self._stand_ins(self.trainables.parameters))
+            for leaf in guarded:
+                leaf.register_hook(self._refuse_inner_gradient)
             outputs = self._run(leaves)
+        if versions != [tensor._version for tensor in tensors]:
+            raise ResidencyError(f"{self.layer.name} changes its input in place, so it cannot be recomputed")
+        if self.shared:
+            self.num_uses = [len(uses) for uses in find_uses(outputs, guarded)] if any(self.needs_grad) else []
         if self.residency.checksum:
             self.prints = [checksum(output) for output in outputs]
         # .data and not .detach(): autograd forbids in-place changes of a view that a Function returns.
@@ -143,36 +171,59 @@ class Call:
     def differentiate(
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Recompute the layer over reloaded weights; return the gradients of ``tensors``, then of the carriers."""
-        leaves = self._leaves(tensors)
-        parameters = tensors[len(leaves) :]
+        """Recompute the layer over reloaded weights; return the gradients of what :meth:`run` gave to autograd."""
+        num_inputs = len(self.needs_grad)
+        leaves, parameters = self._leaves(tensors[:num_inputs]), tensors[num_inputs:]
         with visiting(self.residency, self.layer, Phase.BACKWARD):
             with self.snapshot.restored(), torch.enable_grad(), self._stand_ins(parameters) as stand_ins:
                 outputs = self._run(leaves)
             if self.prints is not None:
                 self._compare(outputs)
             roots = [(out, g) for out, g in zip(outputs, grads, strict=True) if g is not None and out.requires_grad]
-            wanted = [leaf for leaf, needed in zip(leaves, self.needs_grad, strict=True) if needed]
-            wanted += stand_ins
-            found: list[torch.Tensor | None] = [None] * len(wanted)
+            needed = [leaf for leaf, needs in zip(leaves, self.needs_grad, strict=True) if needs]
+            recorder = UseRecorder(outputs, needed) if self.num_uses else None
+            found: list[torch.Tensor | None] = [None] * (len(needed) + len(stand_ins))
             if roots:
                 heads, incoming = zip(*roots, strict=True)
-                found = list(torch.autograd.grad(heads, wanted, incoming, allow_unused=True))
-        of_inputs = iter(found)
-        gradients = [next(of_inputs) if needed else None for needed in self.needs_grad]
-        of_parameters = list(of_inputs)
-        if self.carriers is None:
-            return gradients + of_parameters
-        direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, of_parameters, outputs)
-        return gradients + direct + carried
+                found = list(torch.autograd.grad(heads, [*needed, *stand_ins], incoming, allow_unused=True))
+        of_inputs, direct = found[: len(needed)], found[len(needed) :]
+        further: list[torch.Tensor | None] = []
+        if recorder is not None:
+            of_inputs, further = self._separate(recorder)
+        carried: list[torch.Tensor | None] = []
+        if self.carriers is not None:
+            direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, direct, outputs)
+        gradients = iter(of_inputs)
+        return [next(gradients) if needs else None for needs in self.needs_grad] + direct + carried + further
 
-    def collect(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+    def _further_uses(self) -> list[torch.Tensor]:
+        """Each input once more for each use beyond its first."""
+        needed = [tensor for tensor, needs in zip(self.tensors, self.needs_grad, strict=False) if needs]
+        return [tensor for tensor, uses in zip(needed, self.num_uses, strict=False) for _ in range(uses - 1)]
+
+    def _separate(self, recorder: UseRecorder) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """The first gradient of each input, and those of its further uses."""
+        first: list[torch.Tensor | None] = []
+        further: list[torch.Tensor | None] = []
+        for gradients, uses in zip(recorder.gradients, self.num_uses, strict=True):
+            padded = [*gradients, *[None] * max(uses - len(gradients), 1)]
+            first.append(padded[0])
+            further += padded[1:uses]
+        return first, further
+
+    def _refuse_inner_gradient(self, _: torch.Tensor) -> None:
+        raise ResidencyError(
+            f"a tensor that was captured inside {self.layer.name} (by a hook, say) is part of the loss. Gradients can "
+            "only flow through what a layer returns while the model is prepared by poros: use the layer's output."
+        )
+
+    def _collect(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Rebuild the layer's result from output tensors, and carry what it wrote into the caller's mappings."""
         result, written = unflatten(self.result, list(outputs))
-        for mapping, changes in zip(self.arguments, written, strict=True):
+        for mapping, changes in zip(self._mappings, written, strict=True):
             for key, value in changes:
                 mapping[key] = value
-        self.arguments = []  # do not keep the caller's objects alive until the backward
+        self._mappings = []  # do not keep the caller's objects alive until the backward
         return result
 
     def _leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -184,6 +235,7 @@ class Call:
     def _run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run over ``leaves`` and return all output tensors: those of the result, then those written to mappings."""
         args, kwargs = unflatten(self.template, leaves)
+        args, kwargs = tuple(map(_fresh_cache, args)), {key: _fresh_cache(value) for key, value in kwargs.items()}
         copies = mappings((args, kwargs))
         before = [dict(mapping) for mapping in copies]
         result = run_layer(self.layer, args, kwargs)
@@ -225,22 +277,26 @@ class VisitFunction(torch.autograd.Function):
     """One layer's forward and backward as autograd sees them; see [Note: two visits, one graph]."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, num_saved: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        tensors = tensors[:num_saved]  # the rest are carriers, which have no values
-        outputs, differentiable = call.forward(tensors)
+    def forward(
+        ctx: Any,
+        call: Call,
+        outputs: list[torch.Tensor],
+        differentiable: list[bool],
+        num_saved: int,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors[:num_saved])  # the rest are carriers and repetitions
         ctx.mark_non_differentiable(
             *(output for output, needed in zip(outputs, differentiable, strict=True) if not needed)
         )
-        call.inputs = []  # saved by autograd now, which also checks that nobody changes them
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *ctx.call.differentiate(ctx.saved_tensors, grads))
+        return (None, None, None, None, *ctx.call.differentiate(ctx.saved_tensors, grads))
 
 
 def _carriers(residency: Residency, layer: StreamedLayer) -> Carriers | None:
@@ -261,41 +317,68 @@ def checksum(tensor: torch.Tensor) -> int:
     return int((flat * weights).sum())
 
 
-def _without_empty_cache(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Leave an empty key-value cache out of a forward that will be differentiated.
+def _with_private_caches(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Put a copy in the place of an empty key-value cache, for a forward with gradients.
 
-    transformers makes a cache in training too, unless told otherwise. Nobody reads it, and the recompute would write
-    to it a second time.
+    transformers makes a cache in training too, unless told otherwise, and a layer with a cache may run other kernels
+    than one without. So the layer gets one, but its own: the recompute must find it as empty as the forward did, and
+    the keys and values of all layers, which nobody reads, are not kept.
     """
 
-    def drop(value: Any) -> Any:
+    def replace(value: Any) -> Any:
         if not isinstance(value, Cache):
             return value
-        if value.get_seq_length() > 0:
+        if value.get_seq_length() > 0 or any(_holds_tensors(part) for part in value.layers):
             raise ResidencyError(_CACHE_IN_TRAINING)
-        _refuse_left_empty(value, layer)
+        private = _fresh_cache(value)
         value.__dict__.setdefault(_LEFT_EMPTY, set()).add(layer.name)
-        return None
+        return private
 
-    return tuple(drop(value) for value in args), {key: drop(value) for key, value in kwargs.items()}
+    return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
 
 
-def _refuse_left_empty(cache: Cache, layer: StreamedLayer) -> None:
+def _fresh_cache(value: Any) -> Any:
+    """A copy of an empty cache; anything else as it is."""
+    if not isinstance(value, Cache):
+        return value
+    fresh = copy(value)
+    fresh.layers = [copy(part) for part in value.layers]
+    return fresh
+
+
+def _holds_tensors(part: Any) -> bool:
+    return any(isinstance(held, torch.Tensor) and held.ndim > 1 and held.numel() > 0 for held in vars(part).values())
+
+
+def _refuse_left_empty(layer: StreamedLayer, values: Sequence[Any]) -> None:
     """Refuse to continue from a cache that an earlier forward should have filled and did not."""
-    if layer.name in cache.__dict__.get(_LEFT_EMPTY, ()):
-        raise ResidencyError(_CACHE_IN_TRAINING)
+    for value in values:
+        if isinstance(value, Cache) and layer.name in value.__dict__.get(_LEFT_EMPTY, ()):
+            raise ResidencyError(_CACHE_IN_TRAINING)
 
 
-def _refuse_captures() -> None:
-    """Refuse outputs that transformers would pick up inside a layer: they would not be connected to the graph."""
+def _refuse_compiling() -> None:
+    """Refuse to run inside torch.compile, which would trace through the borrowed weights."""
+    if torch.compiler.is_compiling() or ("torch._dynamo" in sys.modules and get_eval_frame_callback() is not None):
+        raise ResidencyError("a prepared model cannot be traced by torch.compile; run it without compiling")
+
+
+def _captured_outputs() -> set[str]:
+    """Which outputs transformers collects from the layers in this forward.
+
+    Raises:
+        ResidencyError: it collects some inside the layers, where they would not be connected to the graph.
+    """
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
-        return
-    inner = sorted({key for key in (_active_collector.get() or ()) if not key.startswith(("hidden_states", "_"))})
+        return set()
+    captured = set(_active_collector.get() or ())
+    inner = sorted(key for key in captured if not key.startswith(("hidden_states", "_")))
     if inner:
         raise ResidencyError(
             f"output_{inner[0]}=True is not possible in a forward with gradients of a prepared model: what is captured "
             "inside a layer would carry no gradient (a router's auxiliary loss among it). Set it to False, or run "
             "under torch.no_grad()."
         )
+    return captured

@@ -137,6 +137,7 @@ class StreamedLayer:
         self.tensors = list(frozen.values())
         self.layout: Layout = plan_layout(frozen)
         self.offset = 0  # of the slab inside its block
+        self.before: StreamedLayer | None = None  # the layer that runs before this one
         self.carriers: Carriers | None = None  # of the latest forward under autocast
         self.homes = [tensor.device for tensor in self.tensors]
         self.masters: list[torch.Tensor] = []
