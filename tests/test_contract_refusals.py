@@ -225,11 +225,19 @@ def test_outputs_from_inside_the_layers_are_refused(name):
     assert all(torch.equal(a, b) for a, b in zip(resident, streamed, strict=True))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Dynamo breaks its graph at the refusal and runs the forward eagerly, where nothing seems to be compiling; "
-    "then it compiles parts of the visit.",
-)
+def test_loss_over_what_a_hook_caught_inside_a_layer_is_refused():
+    """Its graph is thrown away with the forward's, and a gradient that went missing would be silent."""
+    model = poros.prepare(make(), **SETTINGS)
+    caught = []
+    hook = tiny.text_layers(model)[2].mlp.register_forward_hook(lambda module, args, output: caught.append(output))
+    loss = model(**BATCHES[0]).loss + caught[0].mean()
+    with pytest.raises(poros.ResidencyError, match=r"captured inside .*layers\.2 .*is part of the loss"):
+        loss.backward()
+    hook.remove()
+    model.zero_grad()
+    model(**BATCHES[0]).loss.backward()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of Dynamo
 def test_compiling_is_refused():
     model = poros.prepare(make(num_layers=1), **SETTINGS)

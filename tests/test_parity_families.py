@@ -102,11 +102,8 @@ def test_qwen3_5_over_several_chunks():
     check_parity(lambda: tiny.build("qwen3_5_text"), batches, {"poison": True, "slots": 2}, learn=without_cache)
 
 
-@pytest.mark.xfail(
-    reason="With a cache, which transformers makes unless told otherwise, the convolution of a linear-attention layer "
-    "runs over a longer, padded sequence. A visit leaves the cache out, and so runs another program.",
-)
 def test_qwen3_5_over_several_chunks_with_the_default_cache():
+    """With a cache, which transformers makes unless told otherwise, a convolution runs over a longer sequence."""
     batches = tiny.batches("qwen3_5_text", 2, **LONG)
     check_parity(lambda: tiny.build("qwen3_5_text"), batches, {"poison": True, "slots": 2})
 

@@ -456,13 +456,27 @@ def test_hidden_states():
     parity(learn=with_hidden_states(-1))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="The gradient of a layer's input is (from the loss + from the residual) + from the norm when resident, and "
-    "from the loss + (from the residual + from the norm) when recomputed: sums of floats in another order.",
-)
-def test_hidden_state_between_layers_is_part_of_the_loss():
-    parity(learn=with_hidden_states(2))
+@pytest.mark.parametrize("taken", [(0,), (2,), (1, 2, 4)], ids=str)
+def test_hidden_states_between_layers_are_part_of_the_loss(taken):
+    """The gradients of such a state's uses, inside and outside a layer, add up in the resident order."""
+    parity(learn=with_hidden_states(*taken))
+
+
+def test_a_hook_takes_the_hidden_state_into_the_loss():
+    def learn(model, batches):
+        taken = []
+        layer = tiny.text_layers(model)[2]
+        hooks = [
+            layer.register_forward_pre_hook(lambda module, args: taken.append(args[0])),
+            layer.register_forward_hook(lambda module, args, output: taken.append(output)),
+        ]
+        loss = model(**batches[0]).loss + taken[0].square().mean() + taken[1].square().mean()
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return (loss,)
+
+    parity(learn=learn)
 
 
 @pytest.mark.parametrize("tied", [True, False])
