@@ -147,7 +147,7 @@ def test_base_weight_replaced_is_refused():
     projection = tiny.text_layers(model)[1].mlp.up_proj.base_layer
     true = projection.weight
     projection.weight = torch.nn.Parameter(true.detach().clone(), requires_grad=False)
-    with pytest.raises(poros.ResidencyError, match=r"layers\.1: a frozen weight was replaced"):
+    with pytest.raises(poros.ResidencyError, match=r"layers\.1: mlp\.up_proj\.base_layer\.weight was replaced"):
         model(**BATCHES[0])
     projection.weight = true
     model(**BATCHES[0]).loss.backward()

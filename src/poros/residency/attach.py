@@ -3,6 +3,8 @@
 import functools
 import gc
 import logging
+import threading
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +14,9 @@ from poros.errors import ConfigError, ResidencyError
 from poros.residency import guards
 from poros.residency.block import streamed_forward
 from poros.residency.casts import CastBlock
+from poros.residency.cleanup import Cleanup
 from poros.residency.discover import Decoder, find_decoder
-from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
+from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant, refuse_kinds
 from poros.residency.report import Report, guarantee, precision
 from poros.residency.schedule import Schedule
 from poros.residency.store import HostStore
@@ -59,11 +62,14 @@ class Attachment:
         self.model = model
         self.device = compute_device(device)
         self.block_size = min(block_size, len(self.decoder.layers))
-        self.slots = slots or (3 if self.block_size == 1 else 2)
+        self.slots = min(slots or (3 if self.block_size == 1 else 2), self.num_blocks)
         self.poison, self.checksum = poison, checksum
         self.layers: list[StreamedLayer] = []
         self.store = HostStore(self.device)
         self.casts = CastBlock(self.device)
+        self.cleanup = Cleanup()
+        # Binding a layer's weights is seen by all threads: one visit at a time.
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self.window: Window = None  # type: ignore[assignment]  # there is none before finish()
         self._overrides = guards.Overrides()
         self._constants: dict[tuple[torch.dtype, bytes], torch.Tensor] = {}
@@ -83,19 +89,20 @@ class Attachment:
         """Move the frozen tensors of a block's layers, real by now, into host memory. Blocks come in order."""
         assert block == len(self.store.blocks)
         shared = self._shared_tensors()
-        streamed = []
+        streamed: list[StreamedLayer] = []
         for name, module in self.layers_of(block):
             frozen = {key: tensor for key, tensor in frozen_tensors(module).items() if id(tensor) not in shared}
             for key in [key for key in frozen if is_constant(key)]:
                 self._keep_constant(frozen.pop(key))
-            streamed.append(StreamedLayer(name, module, block, module.forward, frozen))
+            index = len(self.layers) + len(streamed)
+            streamed.append(StreamedLayer(name, module, index, block, module.forward, frozen))
         slab = self.store.add(sum(layer.layout.num_bytes for layer in streamed))
         offset = 0
         for layer in streamed:
             layer.offset = offset
             layer.before = self.layers[-1] if self.layers else None
-            self.layers.append(layer)
             layer.pack(slab[offset : offset + layer.layout.num_bytes])
+            self.layers.append(layer)
             offset += layer.layout.num_bytes
         self.store.lock(slab)
 
@@ -114,7 +121,8 @@ class Attachment:
         for layer in self.layers:
             self._install(layer)
         self.guard(self.model)
-        self._overrides.set(self.decoder.base, _ATTACHMENT, self)
+        for module in (self.decoder.base, *(layer.module for layer in self.layers)):
+            self._overrides.set(module, _ATTACHMENT, self)
         if isinstance(getattr(self.decoder.base, "hf_device_map", None), dict):
             # accelerate reads it to decide whether a 4-bit model can be trained where it is.
             self._overrides.set(self.decoder.base, "hf_device_map", {"": self.device})
@@ -130,7 +138,8 @@ class Attachment:
         """Install the refusals on ``model`` and everything between it and the layers."""
         modules = [layer.module for layer in self.layers]
         path = find_decoder(model).path if model is not self.model else self.decoder.path
-        self.model = model
+        if any(module is self.model for module in model.modules()):
+            self.model = model  # the outermost that is known
         for module in path:
             if self._overrides.has(module, "_apply"):
                 continue
@@ -138,8 +147,21 @@ class Attachment:
             guards.guard_copies(self._overrides, module)
             guards.settle_after_arrival(self._overrides, module, self.settle)
             guards.guard_checkpointing(self._overrides, module, modules)
-        for module in (*path, *(inner for layer in modules for inner in layer.modules())):
+        for module in path:
             guards.guard_merges(self._overrides, module)
+        for layer in self.layers:
+            self.guard_inside(layer)
+
+    def guard_inside(self, layer: StreamedLayer) -> None:
+        """Install the refusals on the modules inside a layer; again when adapters have come."""
+        modules = list(layer.module.modules())
+        layer.num_guarded = len(modules)
+        for module in modules:
+            guards.guard_merges(self._overrides, module)
+            if any(
+                id(tensor) in layer.frozen_ids for tensor in (*module._parameters.values(), *module._buffers.values())
+            ):
+                guards.guard_load(self._overrides, module, layer.frozen_ids)
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]:
         """The layer's tensors as views into a slot; layers of equal structure share them."""
@@ -164,16 +186,31 @@ class Attachment:
                 f"{format_bytes(free)} are free. Nothing was changed. Free memory there, or save the adapter and load "
                 "it into a model on another device."
             )
+        self.cleanup.finish()
         self._views.clear()
         if self.window is not None:
             self.window.close()
         self._overrides.undo()
+        streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
         for layer in self.layers:
             layer.restore()
-        for tensor, home in reversed(self._moved):
-            tensor.data = tensor.data.to(home)
+        self._send_home(streamed)
         self.store.close()
         self.layers = []
+
+    def _send_home(self, streamed: set[int]) -> None:
+        """Put what did not stream back; adapters that came later go where the base is."""
+        homes = {home for _, home in self._moved}
+        known = {id(tensor) for tensor, _ in self._moved}
+        if len(homes) == 1:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                if id(tensor) not in known | streamed:
+                    self._moved.append((tensor, next(iter(homes))))
+        for tensor, home in reversed(self._moved):
+            tensor.data = tensor.data.to(home)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(home)
+        self._moved = []
 
     def report(self) -> Report:
         """What the model costs where, as of now."""
@@ -221,40 +258,20 @@ class Attachment:
         guards.guard_copies(self._overrides, module)
         several = guards.refusal("nn.DataParallel", "show the process one GPU only (CUDA_VISIBLE_DEVICES=0)")
         self._overrides.set(module, "_replicate_for_data_parallel", several)
-        self._overrides.set(module, "_load_from_state_dict", self._guarded_load(layer))
         for inner in module.modules():
             # On some CPUs an evaluation would repack these weights in place.
             if getattr(inner, "support_avx512bf16_for_cpu", False):
                 self._overrides.set(inner, "support_avx512bf16_for_cpu", False)
 
-    def _guarded_load(self, layer: StreamedLayer) -> Any:
-        names = [name for name in layer.names if ".quant_state." not in name]
-
-        def load(state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-            for name in names:
-                if prefix + name in state_dict:
-                    raise ResidencyError(
-                        f"load_state_dict would write to the frozen weight {prefix}{name} of a prepared model. Load "
-                        "adapters only, or call poros.unprepare(model) first."
-                    )
-            type(layer.module)._load_from_state_dict(layer.module, state_dict, prefix, *args, **kwargs)
-
-        return load
-
     def _shared_tensors(self) -> set[int]:
         """Ids of tensors that belong to more than one layer, or to a layer and the rest: they stay resident."""
-        if not hasattr(self, "_shared"):
-            owners: dict[int, set[int]] = {}
-            layers = {
-                id(inner): index for index, (_, layer) in enumerate(self.decoder.layers) for inner in layer.modules()
-            }
-            for module in self.model.modules():
-                for store in (module._parameters, module._buffers):
-                    for tensor in store.values():
-                        if tensor is not None:
-                            owners.setdefault(id(tensor), set()).add(layers.get(id(module), -1))
-            self._shared = {tensor for tensor, owner in owners.items() if len(owner) > 1}
-        return self._shared
+        owners: dict[int, set[int]] = {}
+        layers = {id(inner): index for index, (_, layer) in enumerate(self.decoder.layers) for inner in layer.modules()}
+        for module in self.model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    owners.setdefault(id(tensor), set()).add(layers.get(id(module), -1))
+        return {tensor for tensor, owner in owners.items() if len(owner) > 1}
 
     def _keep_constant(self, tensor: torch.Tensor) -> None:
         """Let a code table be one copy on the compute device that all layers share."""
@@ -307,8 +324,8 @@ def prepare(
     attachment = attachment_of(model)
     if attachment is not None:
         _check_same_settings(attachment, block_size, slots, device, poison, checksum)
-        attachment.settle()
         attachment.guard(model)
+        attachment.settle()
         return model
     attachment = Attachment(
         model,
@@ -318,22 +335,25 @@ def prepare(
         poison=bool(poison),
         checksum=bool(checksum),
     )
+    refuse_kinds(attachment.decoder.layers)
     _absorb_dispatch(model)
     try:
         for block in range(attachment.num_blocks):
             attachment.pack(block)
         attachment.finish()
+        gc.collect()
+        return_cached_memory(attachment.device)
+        log.info("%s", attachment.report())
     except BaseException:
         attachment.undo()
         raise
-    gc.collect()
-    return_cached_memory(attachment.device)
-    log.info("%s", attachment.report())
     return model
 
 
 def unprepare(model: Model) -> Model:
     """Undo :func:`prepare`: every tensor goes back to the device it came from, every change to the model is undone.
+
+    Hooks by which accelerate had split the model over devices are not put back.
 
     Raises:
         ResidencyError: the model is not prepared, or its old device lacks the memory (then nothing was changed).
@@ -391,6 +411,8 @@ def _check_same_settings(
     wanted["device"] = None if device is None else compute_device(device)
     if block_size is not None:
         wanted["block_size"] = min(block_size, len(attachment.layers))
+    if slots is not None:
+        wanted["slots"] = min(slots, attachment.num_blocks)
     for name, value in wanted.items():
         present = getattr(attachment, name)
         if value is not None and value != present:

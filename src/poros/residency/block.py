@@ -14,8 +14,8 @@ runs under the restored state; its differentiation runs under the backward's own
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy, deepcopy
 from typing import Any, Protocol
 
 import torch
@@ -26,11 +26,12 @@ from transformers.cache_utils import Cache
 
 from poros.errors import ChecksumError, ResidencyError
 from poros.residency.casts import Carriers, CastBlock
+from poros.residency.cleanup import Cleanup
 from poros.residency.layer import StreamedLayer, Trainables
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
 from poros.residency.tree import flatten, mappings, unflatten
-from poros.residency.uses import UseRecorder, find_uses
+from poros.residency.uses import UseRecorder, find_uses, graph_leaves
 from poros.residency.window import Window
 
 _LEFT_EMPTY = "_poros_left_empty"  # on a cache: the layers that did not write to it
@@ -46,27 +47,37 @@ class Residency(Protocol):
     device: torch.device
     window: Window
     casts: CastBlock
+    cleanup: Cleanup
+    lock: AbstractContextManager[Any]
     checksum: bool
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]: ...
+
+    def guard_inside(self, layer: StreamedLayer) -> None: ...
 
 
 @contextmanager
 def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterator[None]:
     """The layer's frozen tensors are real on the device inside, and host masters again after."""
-    slot = residency.window.acquire(layer.block, phase)
-    try:
-        layer.bind(residency.views(slot, layer))
+    window = residency.window
+    slot = window.acquire(layer.block, phase)
+    with residency.cleanup.ensured(lambda: window.release(slot)), residency.cleanup.ensured(layer.unbind):
+        layer.bind(residency.views(slot, layer), window)
         yield
-    finally:
-        layer.unbind()
-        residency.window.release(slot)
 
 
 def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``layer`` as its own ``forward(*args, **kwargs)`` would have run on a resident model."""
     _refuse_compiling()
+    with residency.lock:
+        return _streamed_forward(residency, layer, args, kwargs)
+
+
+def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    residency.cleanup.finish()
     trainables = layer.walk(residency.device)
+    if len(trainables.modules) != layer.num_guarded:
+        residency.guard_inside(layer)
     _refuse_left_empty(layer, (*args, *kwargs.values()))
     if not torch.is_grad_enabled():
         with visiting(residency, layer, Phase.INFERENCE):
@@ -174,13 +185,19 @@ class Call:
         """Recompute the layer over reloaded weights; return the gradients of what :meth:`run` gave to autograd."""
         num_inputs = len(self.needs_grad)
         leaves, parameters = self._leaves(tensors[:num_inputs]), tensors[num_inputs:]
+        self.residency.cleanup.finish()
         with visiting(self.residency, self.layer, Phase.BACKWARD):
-            with self.snapshot.restored(), torch.enable_grad(), self._stand_ins(parameters) as stand_ins:
+            with (
+                self.snapshot.restored(self.residency.cleanup),
+                torch.enable_grad(),
+                self._stand_ins(parameters) as stand_ins,
+            ):
                 outputs = self._run(leaves)
             if self.prints is not None:
                 self._compare(outputs)
             roots = [(out, g) for out, g in zip(outputs, grads, strict=True) if g is not None and out.requires_grad]
             needed = [leaf for leaf, needs in zip(leaves, self.needs_grad, strict=True) if needs]
+            self._check_leaves(outputs, [*needed, *stand_ins])
             recorder = UseRecorder(outputs, needed) if self.num_uses else None
             found: list[torch.Tensor | None] = [None] * (len(needed) + len(stand_ins))
             if roots:
@@ -235,7 +252,9 @@ class Call:
     def _run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run over ``leaves`` and return all output tensors: those of the result, then those written to mappings."""
         args, kwargs = unflatten(self.template, leaves)
-        args, kwargs = tuple(map(_fresh_cache, args)), {key: _fresh_cache(value) for key, value in kwargs.items()}
+        index = self.layer.index
+        args = tuple(_fresh_cache(value, index) for value in args)
+        kwargs = {key: _fresh_cache(value, index) for key, value in kwargs.items()}
         copies = mappings((args, kwargs))
         before = [dict(mapping) for mapping in copies]
         result = run_layer(self.layer, args, kwargs)
@@ -256,14 +275,40 @@ class Call:
         """
         values = zip(self.trainables.parameters, parameters, strict=True)
         stand_ins = {id(parameter): nn.Parameter(value.data) for parameter, value in values}
-        places = [(store, name, store[name]) for store, name in self.trainables.slots]
-        try:
-            for store, name, parameter in places:
-                store[name] = stand_ins[id(parameter)]
+        # What hangs there now may be another object than in the forward (an average swapped in, say).
+        places = [
+            (store, name, stand_ins[id(parameter)], store.get(name))
+            for store, name, parameter in self.trainables.places
+        ]
+
+        def put_back() -> None:
+            for store, name, stand_in, present in places:
+                if store.get(name) is stand_in:
+                    if present is None:
+                        del store[name]
+                    else:
+                        store[name] = present
+
+        with self.residency.cleanup.ensured(put_back):
+            for store, name, stand_in, _ in places:
+                store[name] = stand_in
             yield list(stand_ins.values())
-        finally:
-            for store, name, parameter in places:
-                store[name] = parameter
+
+    def _check_leaves(self, outputs: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        """Refuse a tensor that learns inside the layer, but is neither its parameter nor its argument.
+
+        Looking through the graph takes time, so it happens once a layer, and where hooks may bring in anything.
+        """
+        if self.layer.checked and not self.snapshot.states.hooked:
+            return
+        ids = {id(leaf) for leaf in known}
+        if any(id(leaf) not in ids for leaf in graph_leaves(outputs)):
+            raise ResidencyError(
+                f"{self.layer.name} uses a tensor that requires gradients but is neither a parameter of the layer nor "
+                "an argument of its forward (a hook or an object among the arguments brings it in), so it would get "
+                "none. Register it on a module of the layer, or pass it as a tensor."
+            )
+        self.layer.checked = True
 
     def _compare(self, outputs: Sequence[torch.Tensor]) -> None:
         if self.prints != [checksum(output) for output in outputs]:
@@ -296,7 +341,9 @@ class VisitFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, None, *ctx.call.differentiate(ctx.saved_tensors, grads))
+        call: Call = ctx.call
+        with call.residency.lock:
+            return (None, None, None, None, *call.differentiate(ctx.saved_tensors, grads))
 
 
 def _carriers(residency: Residency, layer: StreamedLayer) -> Carriers | None:
@@ -330,19 +377,19 @@ def _with_private_caches(layer: StreamedLayer, args: tuple[Any, ...], kwargs: di
             return value
         if value.get_seq_length() > 0 or any(_holds_tensors(part) for part in value.layers):
             raise ResidencyError(_CACHE_IN_TRAINING)
-        private = _fresh_cache(value)
+        private = _fresh_cache(value, layer.index)
         value.__dict__.setdefault(_LEFT_EMPTY, set()).add(layer.name)
         return private
 
     return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
 
 
-def _fresh_cache(value: Any) -> Any:
-    """A copy of an empty cache; anything else as it is."""
+def _fresh_cache(value: Any, index: int) -> Any:
+    """A copy of an empty cache for the layer ``index``, which writes to its own part only; anything else as it is."""
     if not isinstance(value, Cache):
         return value
     fresh = copy(value)
-    fresh.layers = [copy(part) for part in value.layers]
+    fresh.layers = [deepcopy(part) if place == index else part for place, part in enumerate(value.layers)]
     return fresh
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.residency.uses import nodes
+
 
 class CastBlock:
     """Tells one autocast block from the next.
@@ -120,16 +122,8 @@ class _Carry(torch.autograd.Function):
 def _cast_leaves(outputs: Iterable[torch.Tensor]) -> set[int]:
     """Ids of the leaves that reach ``outputs`` through a cast and in no other way."""
     through: dict[int, set[str]] = {}  # id of a leaf -> names of the nodes that take it
-    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in nodes(outputs):
         for parent, _ in node.next_functions:
-            if parent is None:
-                continue
             if hasattr(parent, "variable"):
                 through.setdefault(id(parent.variable), set()).add(node.name())
-            if parent not in seen:
-                seen.add(parent)
-                pending.append(parent)
     return {leaf for leaf, names in through.items() if names == {"ToCopyBackward0"}}

@@ -72,6 +72,23 @@ def guard_merges(overrides: Overrides, module: nn.Module) -> None:
             overrides.set(module, name, refusal(f"{name}()", instead))
 
 
+def guard_load(overrides: Overrides, module: nn.Module, frozen: set[int]) -> None:
+    """Refuse to load values into the frozen tensors that hang on ``module``; ids of all frozen ones are given."""
+    if overrides.has(module, "_load_from_state_dict"):
+        return
+
+    def load(state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in frozen and prefix + name in state_dict:
+                raise ResidencyError(
+                    f"load_state_dict would write to the frozen weight {prefix}{name} of a prepared model. Load "
+                    "adapters only, or call poros.unprepare(model) first."
+                )
+        type(module)._load_from_state_dict(module, state_dict, prefix, *args, **kwargs)
+
+    overrides.set(module, "_load_from_state_dict", load)
+
+
 def guard_moves(overrides: Overrides, module: nn.Module, device: torch.device) -> None:
     """Check every ``.to()``, ``.half()`` and the like on a module above the layers before anything moves."""
     original: Callable[..., nn.Module] = type(module)._apply

@@ -1,6 +1,6 @@
 """One decoder layer whose frozen tensors live elsewhere: what it owns, and how a slot's bytes become its weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from poros.errors import ResidencyError, UnsupportedModelError
 from poros.residency.casts import Carriers
 from poros.residency.layout import Layout, plan_layout
+from poros.residency.window import Window
 from poros.units import format_bytes
 
 # A frozen tensor that a user replaces after prepare (say, a norm cast to fp32) may stay on the device up to this size.
@@ -69,12 +70,30 @@ def frozen_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         if tensor.requires_grad or id(tensor) in adapters:
             continue
+        if _overlaps(tensor):
+            continue  # several elements in one place cannot be copied back and forth; it stays on the device
         if tensor.is_meta:
             raise ResidencyError(f"{name} of {type(layer).__name__} has no values (it is on the meta device)")
         _refuse_kind(name, tensor)
         found[name] = tensor
         found |= {f"{name}.{path}": side for path, side in side_tensors(tensor)}
     return found
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def refuse_kinds(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Refuse weights that cannot be moved as bytes, before anything is changed.
+
+    Raises:
+        UnsupportedModelError: a frozen weight is of such a kind.
+    """
+    for prefix, layer in layers:
+        for name, parameter in layer.named_parameters():
+            if not parameter.requires_grad and not parameter.is_meta:
+                _refuse_kind(f"{prefix}.{name}", parameter)
 
 
 def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
@@ -97,6 +116,11 @@ def _refuse_kind(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedModelError(f"{name} is a {type(tensor.data).__name__} with layout {tensor.layout}")
 
 
+def _is_packed(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a quantised weight or one of its statistics."""
+    return ".quant_state." in name or getattr(tensor, "quant_state", None) is not None
+
+
 def is_constant(name: str) -> bool:
     """Whether the entry is a quantisation code table: the same in all layers, so one copy serves all."""
     return name.endswith(".code")
@@ -107,7 +131,7 @@ class Trainables:
     """What a walk over a layer finds: its modules, and where its trainable parameters hang."""
 
     modules: list[nn.Module]
-    slots: list[tuple[dict[str, nn.Parameter | None], str]]  # (a module's _parameters, name)
+    places: list[tuple[dict[str, Any], str, nn.Parameter]]  # (a module's _parameters, name, what hangs there)
     parameters: list[nn.Parameter]  # distinct, in the walk's order
 
 
@@ -121,15 +145,23 @@ class StreamedLayer:
     Args:
         name: Qualified name in the model.
         module: The layer.
+        index: Its place among the decoder layers.
         block: The block it belongs to.
         forward: The layer's own forward, bound.
         frozen: name -> frozen tensor, from :func:`frozen_tensors`, without constants and shared tensors.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, block: int, forward: Callable[..., Any], frozen: dict[str, torch.Tensor]
+        self,
+        name: str,
+        module: nn.Module,
+        index: int,
+        block: int,
+        forward: Callable[..., Any],
+        frozen: dict[str, torch.Tensor],
     ) -> None:
         self.name = name
+        self.index = index
         self.module = module
         self.block = block
         self.forward = forward
@@ -139,20 +171,19 @@ class StreamedLayer:
         self.offset = 0  # of the slab inside its block
         self.before: StreamedLayer | None = None  # the layer that runs before this one
         self.carriers: Carriers | None = None  # of the latest forward under autocast
+        self.checked = False  # whether a backward has looked for tensors that learn unseen
         self.homes = [tensor.device for tensor in self.tensors]
         self.masters: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._adopted: set[int] = set()  # indices of tensors that a user replaced
-        self._frozen_ids = {id(tensor) for tensor in self.tensors}
+        self.frozen_ids = {id(tensor) for tensor in self.tensors}
         stores: list[dict[str, Any]] = [s for inner in descendants(module) for s in (inner._parameters, inner._buffers)]
         self._places = [  # where each frozen parameter and buffer hangs
-            (store, name, tensor)
-            for store in stores
-            for name, tensor in store.items()
-            if id(tensor) in self._frozen_ids
+            (store, name, tensor) for store in stores for name, tensor in store.items() if id(tensor) in self.frozen_ids
         ]
+        self.num_guarded = 0  # modules inside when merging was last refused on all of them
         self._num_visible = sum(
-            1 for tensor in dict.fromkeys((*module.parameters(), *module.buffers())) if id(tensor) in self._frozen_ids
+            1 for tensor in dict.fromkeys((*module.parameters(), *module.buffers())) if id(tensor) in self.frozen_ids
         )
 
     def pack(self, slab: torch.Tensor) -> None:
@@ -164,10 +195,11 @@ class StreamedLayer:
         self._addresses = [master.data_ptr() for master in masters]
         self.unbind()
 
-    def bind(self, views: list[torch.Tensor]) -> None:
-        """Let the frozen tensors be ``views`` (into a slot, in the layout's order)."""
+    def bind(self, views: list[torch.Tensor], window: Window) -> None:
+        """Let the frozen tensors be ``views`` (into a slot of ``window``, in the layout's order)."""
         for index, (tensor, view, address) in enumerate(zip(self.tensors, views, self._addresses, strict=True)):
-            if tensor.data_ptr() != address:
+            present = tensor.data_ptr()
+            if present != address and not window.owns(present):
                 self._adopt(index, view.device)
             if index not in self._adopted:
                 tensor.data = view
@@ -187,10 +219,14 @@ class StreamedLayer:
                 store[name] = tensor
 
     def restore(self) -> None:
-        """Let the frozen tensors be ordinary tensors where they were before (those from the host keep the master)."""
-        for index, (tensor, home) in enumerate(zip(self.tensors, self.homes, strict=True)):
-            source = tensor.data if index in self._adopted else self.masters[index]
-            tensor.data = source.to(home)
+        """Let the frozen tensors be ordinary tensors where they were before (those from the host keep the master).
+
+        What a user has put in an unquantised tensor's place since stays.
+        """
+        masters = zip(self.names, self.tensors, self.homes, self.masters, strict=False)  # no masters before pack()
+        for name, tensor, home, master in masters:
+            replaced = tensor.data_ptr() != master.data_ptr() and not _is_packed(name, tensor)
+            tensor.data = tensor.data.to(home) if replaced else master.to(home)
 
     def walk(self, device: torch.device) -> Trainables:
         """Find what is trainable now, and see to it that what does not stream is on ``device``.
@@ -210,7 +246,7 @@ class StreamedLayer:
                         continue
                     first = id(tensor) not in seen
                     seen.add(id(tensor))
-                    if id(tensor) in self._frozen_ids:
+                    if id(tensor) in self.frozen_ids:
                         num_visible += first
                         if tensor.requires_grad:
                             raise ResidencyError(self._changed(name, "was made trainable"))
@@ -219,20 +255,24 @@ class StreamedLayer:
                         with torch.inference_mode(False):
                             tensor.data = tensor.data.to(device)
                     if tensor.requires_grad:
-                        found.slots.append((store, name))  # type: ignore[arg-type]  # buffers never require grad
+                        found.places.append((store, name, tensor))  # type: ignore[arg-type]  # no buffer learns
                         if first:
                             found.parameters.append(tensor)  # type: ignore[arg-type]
         if num_visible != self._num_visible:
-            raise ResidencyError(self._changed("a frozen weight", "was replaced (merging an adapter does that)"))
+            gone = [name for name, tensor in zip(self.names, self.tensors, strict=True) if id(tensor) not in seen]
+            base = [name for name in gone if ".quant_state." not in name]
+            raise ResidencyError(self._changed(base[0], "was replaced (merging an adapter does that)"))
         return found
 
     def _adopt(self, index: int, device: torch.device) -> None:
         """Keep a tensor that was replaced by the user on the device, as it is now."""
         tensor, name = self.tensors[index], self.names[index]
         if index in self._adopted:
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
             return
         size = tensor.numel() * tensor.element_size()
-        if size > _MAX_ADOPTED_BYTES or ".quant_state." in name or hasattr(tensor, "quant_state"):
+        if size > _MAX_ADOPTED_BYTES or _is_packed(name, tensor):
             raise ResidencyError(self._changed(name, f"was replaced ({tensor.dtype}, {format_bytes(size)})"))
         tensor.data = tensor.data.to(device)
         self._adopted.add(index)

@@ -1,11 +1,12 @@
 """The state around a layer's forward, taken then and put back for its recompute.
 
 The recompute runs later, in another thread, outside the user's context managers, perhaps after an evaluation. What the
-layer's values depend on besides its arguments is: the random state, autocast, the attention and matmul switches, the
-training flags, and which adapters are active.
+layer's values depend on besides its arguments is: the random state, autocast, the switches between kernels, the
+training flags, hooks inside the layer, and what PEFT steers its layers by.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from poros.residency.cleanup import Cleanup
+
 # Attributes by which PEFT's layers choose their adapters.
-_ADAPTER_FLAGS = ("_active_adapter", "_disable_adapters")
+_FLAGS = ("training", "_active_adapter", "_disable_adapters")
+# Dicts on a module that change what its forward does. PEFT sets hooks and scales for the time of one model forward.
+_DICTS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "scaling",
+)
 
 
 @dataclass(frozen=True)
@@ -59,82 +71,118 @@ class Autocast:
         )
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Switches that choose between kernels of one operation, and so may change bits."""
-
-    flash: bool
-    efficient: bool
-    math: bool
-    cudnn: bool
-    matmul_precision: str
-
-    @classmethod
-    def now(cls) -> "Kernels":
-        cuda = torch.backends.cuda
-        return cls(
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            torch.get_float32_matmul_precision(),
-        )
-
-    def apply(self) -> None:
-        cuda = torch.backends.cuda
-        cuda.enable_flash_sdp(self.flash)
-        cuda.enable_mem_efficient_sdp(self.efficient)
-        cuda.enable_math_sdp(self.math)
-        cuda.enable_cudnn_sdp(self.cudnn)
-        torch.set_float32_matmul_precision(self.matmul_precision)
+def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: getattr(holder, name), lambda value: setattr(holder, name, value)
 
 
-def _flags(modules: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
-    """``(training, active adapters, adapters disabled)`` of each module."""
-    return [(module.training, *(module.__dict__.get(flag) for flag in _ADAPTER_FLAGS)) for module in modules]
+_cuda = torch.backends.cuda
+# Switches that choose between kernels of one operation, and so may change bits: (read, write).
+_SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute(_cuda.matmul, "allow_fp16_accumulation"),
+]
 
 
-def _set_flags(modules: Sequence[nn.Module], flags: Sequence[tuple[Any, ...]]) -> None:
-    for module, (training, *adapters) in zip(modules, flags, strict=True):
-        module.training = training
-        for name, value in zip(_ADAPTER_FLAGS, adapters, strict=True):
-            if name in module.__dict__:
-                module.__dict__[name] = value
+def _read_switches() -> list[Any]:
+    return [read() for read, _ in _SWITCHES]
+
+
+def _write_switches(present: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for (_, write), before, after in zip(_SWITCHES, present, wanted, strict=True):
+        if before != after:
+            write(after)
+
+
+class ModuleStates:
+    """What the modules of a layer, and the configurations that they read, are set to."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._flags = [[module.__dict__.get(name) for name in _FLAGS] for module in modules]
+        # module -> name -> content, for the dicts that hold something
+        self._dicts = [
+            {name: dict(held) for name in _DICTS if isinstance(held := module.__dict__.get(name), dict) and held}
+            for module in modules
+        ]
+        configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+        self._attention = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ModuleStates):
+            return NotImplemented
+        mine = (self._flags, self._dicts, [attention for _, attention in self._attention])
+        return mine == (other._flags, other._dicts, [attention for _, attention in other._attention])
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never looked up
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a module inside the layer (the layer itself apart) has forward hooks."""
+        return any(name != "scaling" for held in self._dicts[1:] for name in held)
+
+    def apply(self) -> Callable[[], None]:
+        """Set the modules to this state; what comes back sets them as they were, to the very same dicts."""
+        before = ModuleStates(self._modules)
+        originals = [{name: module.__dict__.get(name) for name in _DICTS} for module in self._modules]
+        for module, held in zip(self._modules, self._dicts, strict=True):
+            for name in _DICTS:
+                if isinstance(module.__dict__.get(name), dict):
+                    module.__dict__[name] = OrderedDict(held.get(name, {}))
+        self._set_plain()
+
+        def undo() -> None:
+            for module, dicts in zip(self._modules, originals, strict=True):
+                module.__dict__.update({name: held for name, held in dicts.items() if held is not None})
+            before._set_plain()
+
+        return undo
+
+    def _set_plain(self) -> None:
+        for module, values in zip(self._modules, self._flags, strict=True):
+            for name, value in zip(_FLAGS, values, strict=True):
+                if name in module.__dict__:
+                    module.__dict__[name] = value
+        for config, attention in self._attention:
+            if getattr(config, "_attn_implementation", None) != attention:
+                config._attn_implementation = attention
 
 
 class Snapshot:
     """Everything that a recompute must find as the forward found it.
 
     Args:
-        modules: The layer and all modules inside it.
+        modules: The layer and all modules inside it, the layer first.
         device: The compute device.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self._modules = modules
         self._device = device
-        self._flags = _flags(modules)
+        self.states = ModuleStates(modules)
         self._autocast = [Autocast.now(kind) for kind in dict.fromkeys(("cpu", device.type))]
-        self._kernels = Kernels.now()
+        self._switches = _read_switches()
         self._random = RandomState.now(device)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, cleanup: Cleanup) -> Iterator[None]:
         """Run the body as the forward ran; afterwards everything is as it was before the body."""
-        random, kernels, flags = RandomState.now(self._device), Kernels.now(), _flags(self._modules)
-        try:
-            with ExitStack() as stack:
-                for autocast in self._autocast:
-                    stack.enter_context(autocast.entered())
-                if flags != self._flags:
-                    _set_flags(self._modules, self._flags)
-                if kernels != self._kernels:
-                    self._kernels.apply()
-                self._random.restore(self._device)
-                yield
-        finally:
-            random.restore(self._device)
-            if kernels != self._kernels:
-                kernels.apply()
-            if flags != self._flags:
-                _set_flags(self._modules, flags)
+        random, switches = RandomState.now(self._device), _read_switches()
+        with ExitStack() as stack:
+            stack.callback(random.restore, self._device)
+            if switches != self._switches:
+                stack.enter_context(cleanup.ensured(lambda: _write_switches(_read_switches(), switches)))
+                _write_switches(switches, self._switches)
+            if self.states != ModuleStates(self._modules):
+                stack.enter_context(cleanup.ensured(self.states.apply()))
+            for autocast in self._autocast:
+                stack.enter_context(autocast.entered())
+            self._random.restore(self._device)
+            yield

@@ -9,7 +9,7 @@ input is passed to the visit once for each use, and the visit returns the gradie
 order in which they came; autograd then adds them as it would have.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,30 @@ def find_uses(outputs: Iterable[torch.Tensor], leaves: Sequence[torch.Tensor]) -
     """For each leaf: the (node, input of the node) pairs of the graph behind ``outputs`` that take it."""
     places = {id(leaf): place for place, leaf in enumerate(leaves)}
     uses: list[list[tuple[Any, int]]] = [[] for _ in leaves]
-    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in nodes(outputs):
         for slot, (parent, _) in enumerate(node.next_functions):
-            if parent is None:
-                continue
             place = places.get(id(getattr(parent, "variable", None)))
             if place is not None:
                 uses[place].append((node, slot))
-            if parent not in seen:
+    return uses
+
+
+def graph_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors at which gradients from ``outputs`` would be accumulated."""
+    return [node.variable for node in nodes(outputs) if hasattr(node, "variable")]
+
+
+def nodes(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Every node of the graph behind ``outputs``, once."""
+    pending: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
                 seen.add(parent)
                 pending.append(parent)
-    return uses
 
 
 class UseRecorder:

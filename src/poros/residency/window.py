@@ -41,8 +41,8 @@ class Window:
 
     Hazards handled:
         - A slot is refilled only after the streams that read it have passed the point of release.
-        - An interruption (exception, Ctrl-C) between ``acquire`` and ``release`` leaves a held slot behind. Visits
-          never nest, so the next ``acquire`` takes that as a release.
+        - An interruption (exception, Ctrl-C) between ``acquire`` and ``release`` leaves a held slot behind. Visits of
+          one model never nest and never overlap (a lock sees to that), so the next ``acquire`` takes that as a release.
 
     Args:
         blocks: Host masters, one flat ``uint8`` tensor a block.
@@ -105,6 +105,10 @@ class Window:
         slot = self.slots[index]
         slot.readers[self._transfer.lane()] = self._transfer.mark()
         slot.held = False
+
+    def owns(self, address: int) -> bool:
+        """Whether ``address`` lies in one of the slots."""
+        return any(0 <= address - slot.memory.data_ptr() < slot.memory.numel() for slot in self.slots)
 
     def close(self) -> None:
         """Free the slots, once nothing reads them any more."""
