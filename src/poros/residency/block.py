@@ -173,7 +173,7 @@ class Call:
         if versions != [tensor._version for tensor in tensors]:
             raise ResidencyError(f"{self.layer.name} changes its input in place, so it cannot be recomputed")
         if self.shared:
-            self.num_uses = [len(uses) for uses in find_uses(outputs, guarded)] if any(self.needs_grad) else []
+            self.num_uses = self._count_uses(outputs, guarded) if any(self.needs_grad) else []
         if self.residency.checksum:
             self.prints = [checksum(output) for output in outputs]
         # .data and not .detach(): autograd forbids in-place changes of a view that a Function returns.
@@ -206,7 +206,7 @@ class Call:
         of_inputs, direct = found[: len(needed)], found[len(needed) :]
         further: list[torch.Tensor | None] = []
         if recorder is not None:
-            of_inputs, further = self._separate(recorder)
+            of_inputs, further = self._separate(recorder, of_inputs)
         carried: list[torch.Tensor | None] = []
         if self.carriers is not None:
             direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, direct, outputs)
@@ -218,14 +218,26 @@ class Call:
         needed = [tensor for tensor, needs in zip(self.tensors, self.needs_grad, strict=False) if needs]
         return [tensor for tensor, uses in zip(needed, self.num_uses, strict=False) for _ in range(uses - 1)]
 
-    def _separate(self, recorder: UseRecorder) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    @staticmethod
+    def _count_uses(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[int]:
+        """Uses of each leaf that are returned one by one; 1 for a leaf whose gradient is returned as a sum."""
+        returned = {id(output) for output in outputs}  # a layer may hand an input through
+        uses = find_uses(outputs, leaves)
+        return [1 if id(leaf) in returned else max(len(found), 1) for leaf, found in zip(leaves, uses, strict=True)]
+
+    def _separate(
+        self, recorder: UseRecorder, sums: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """The first gradient of each input, and those of its further uses."""
         first: list[torch.Tensor | None] = []
         further: list[torch.Tensor | None] = []
-        for gradients, uses in zip(recorder.gradients, self.num_uses, strict=True):
-            padded = [*gradients, *[None] * max(uses - len(gradients), 1)]
+        for gradients, total, uses in zip(recorder.gradients, sums, self.num_uses, strict=True):
+            if uses == 1:
+                first.append(total)
+                continue
+            padded = [*gradients, *[None] * (uses - len(gradients))]
             first.append(padded[0])
-            further += padded[1:uses]
+            further += padded[1:]
         return first, further
 
     def _refuse_inner_gradient(self, _: torch.Tensor) -> None:
