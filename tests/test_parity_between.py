@@ -74,6 +74,18 @@ def kernels_switched(model: nn.Module) -> None:
     loss.backward()
 
 
+def newer_precision_interface(model: nn.Module) -> None:
+    """After it was used, the older interface cannot even be read."""
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        loss = model(**BATCHES[0]).loss
+        torch.backends.fp32_precision = before
+        loss.backward()
+    finally:
+        torch.backends.fp32_precision = before
+
+
 def average_swapped_in(model: nn.Module) -> None:
     loss = model(**BATCHES[0]).loss
     module = tiny.text_layers(model)[1].self_attn.q_proj.lora_A["default"]
@@ -98,6 +110,7 @@ def passed_through(model: nn.Module) -> None:
         (one_row, {"lora": {"alora_invocation_tokens": TOKENS}}),
         (attention_switched, {}),
         (kernels_switched, {}),
+        (newer_precision_interface, {}),
         (average_swapped_in, {}),
         (passed_through, {}),
     ],

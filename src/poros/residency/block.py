@@ -20,7 +20,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache
 
@@ -418,7 +417,10 @@ def _refuse_left_empty(layer: StreamedLayer, values: Sequence[Any]) -> None:
 
 def _refuse_compiling() -> None:
     """Refuse to run inside torch.compile, which would trace through the borrowed weights."""
-    if torch.compiler.is_compiling() or ("torch._dynamo" in sys.modules and get_eval_frame_callback() is not None):
+    # Where tracing breaks off, Dynamo runs this eagerly and goes on tracing what is called: its callback tells.
+    frames = torch._C._dynamo.eval_frame if "torch._dynamo" in sys.modules else None
+    callback = None if frames is None else getattr(frames, "get_eval_frame_callback", lambda: None)()
+    if torch.compiler.is_compiling() or callback is not None:
         raise ResidencyError("a prepared model cannot be traced by torch.compile; run it without compiling")
 
 

@@ -76,29 +76,40 @@ def _attribute(holder: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any
 
 
 _cuda = torch.backends.cuda
-# Switches that choose between kernels of one operation, and so may change bits: (read, write).
+# Switches that choose between kernels of one operation, and so may change bits: (read, write). Some are not in every
+# version of torch.
 _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (lambda: torch._C._get_sdp_priority_order(), lambda value: torch._C._set_sdp_priority_order(value)),
+    (lambda: torch._C._get_mkldnn_enabled(), lambda value: torch._C._set_mkldnn_enabled(value)),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    _attribute(_cuda.matmul, "fp32_precision"),
     _attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     _attribute(_cuda.matmul, "allow_fp16_accumulation"),
 ]
+_UNREADABLE = object()
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (AttributeError, RuntimeError):  # not in this torch, or set through the newer of two interfaces
+        return _UNREADABLE
 
 
 def _read_switches() -> list[Any]:
-    return [read() for read, _ in _SWITCHES]
+    return [_read(read) for read, _ in _SWITCHES]
 
 
-def _write_switches(present: Sequence[Any], wanted: Sequence[Any]) -> None:
-    for (_, write), before, after in zip(_SWITCHES, present, wanted, strict=True):
-        if before != after:
-            write(after)
+def _write_switches(wanted: Sequence[Any]) -> None:
+    for (read, write), value in zip(_SWITCHES, wanted, strict=True):
+        # Read again each time: one switch may have set another.
+        if value is not _UNREADABLE and _read(read) not in (value, _UNREADABLE):
+            write(value)
 
 
 class ModuleStates:
@@ -178,8 +189,8 @@ class Snapshot:
         with ExitStack() as stack:
             stack.callback(random.restore, self._device)
             if switches != self._switches:
-                stack.enter_context(cleanup.ensured(lambda: _write_switches(_read_switches(), switches)))
-                _write_switches(switches, self._switches)
+                stack.enter_context(cleanup.ensured(lambda: _write_switches(switches)))
+                _write_switches(self._switches)
             if self.states != ModuleStates(self._modules):
                 stack.enter_context(cleanup.ensured(self.states.apply()))
             for autocast in self._autocast:
