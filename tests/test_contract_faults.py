@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import poros
-from poros.residency import attach
+from poros.residency import attach, attachment
 from poros.residency.block import visiting
 from poros.residency.schedule import Phase
 from poros.residency.transfer import Transfer
@@ -175,14 +175,14 @@ def test_prepare_that_fails_half_way_leaves_nothing_behind(monkeypatch):
 
     model = make()
     had, true = attributes(model), values(model)
-    pack = attach.Attachment.pack
+    pack = attachment.Attachment.pack
 
     def fail(self, block):
         if block == 2:
             raise PlannedError
         pack(self, block)
 
-    monkeypatch.setattr(attach.Attachment, "pack", fail)
+    monkeypatch.setattr(attachment.Attachment, "pack", fail)
     with pytest.raises(PlannedError):
         poros.prepare(model, device="cpu")
     assert attributes(model) == had
@@ -244,7 +244,7 @@ def test_poison_exposes_a_graph_kept_from_the_first_forward(monkeypatch, quant):
 
     https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034
     """
-    monkeypatch.setattr(attach, "streamed_forward", keep_the_first_graph)
+    monkeypatch.setattr(attachment, "streamed_forward", keep_the_first_graph)
     with pytest.raises(pytest.fail.Exception, match=r"not equal .*: step 0, grad "):
         check_parity(lambda: make(quant=quant), BATCHES[:1], WINDOWS[0])
 

@@ -20,7 +20,7 @@ from poros.model.options import Place, Precision
 from poros.model.shapes import read_shape, shape_names
 from poros.model.synthetic import RandomWeights
 from poros.model.weights import CheckpointWeights
-from poros.residency.attach import compute_device
+from poros.residency.attachment import compute_device
 from poros.residency.discover import find_decoder
 
 log = logging.getLogger("poros")

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from poros.errors import ConfigError
 from poros.model import quantize, upstream
 from poros.model.memory import require_host_memory
-from poros.residency.attach import Attachment
+from poros.residency.attachment import Attachment
 from poros.residency.discover import find_decoder
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

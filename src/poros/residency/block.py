@@ -12,18 +12,17 @@ that require gradients exactly where the caller's do: 4-bit kernels are chosen b
 runs under the restored state; its differentiation runs under the backward's own, as it would have.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from copy import copy, deepcopy
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers.cache_utils import Cache
 
 from poros.errors import ChecksumError, ResidencyError
+from poros.residency.caches import fresh_cache, refuse_left_empty, with_private_caches
+from poros.residency.capture import captured_outputs, refuse_compiling
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
 from poros.residency.layer import StreamedLayer, Trainables
@@ -32,12 +31,6 @@ from poros.residency.snapshot import Snapshot
 from poros.residency.tree import flatten, mappings, unflatten
 from poros.residency.uses import UseRecorder, find_uses, graph_leaves
 from poros.residency.window import Window
-
-_LEFT_EMPTY = "_poros_left_empty"  # on a cache: the layers that did not write to it
-_CACHE_IN_TRAINING = (
-    "a forward with gradients was given a key-value cache to continue from (prefix tuning, or decoding outside "
-    "torch.no_grad()). Run decoding under torch.no_grad(); prefix tuning of a prepared model is not supported."
-)
 
 
 class Residency(Protocol):
@@ -67,7 +60,7 @@ def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterat
 
 def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``layer`` as its own ``forward(*args, **kwargs)`` would have run on a resident model."""
-    _refuse_compiling()
+    refuse_compiling()
     with residency.lock:
         return _streamed_forward(residency, layer, args, kwargs)
 
@@ -77,13 +70,13 @@ def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[An
     trainables = layer.walk(residency.device)
     if len(trainables.modules) != layer.num_guarded:
         residency.guard_inside(layer)
-    _refuse_left_empty(layer, (*args, *kwargs.values()))
+    refuse_left_empty(layer, (*args, *kwargs.values()))
     if not torch.is_grad_enabled():
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
-    captured = _captured_outputs()
-    args, kwargs = _with_private_caches(layer, args, kwargs)
-    call = Call(residency, layer, trainables, (args, kwargs), shared="hidden_states" in captured or is_hooked(layer))
+    seen = "hidden_states" in captured_outputs() or is_hooked(layer)
+    args, kwargs = with_private_caches(layer, args, kwargs)
+    call = Call(residency, layer, trainables, (args, kwargs), shared=seen)
     if not any(tensor.requires_grad for tensor in call.tensors):
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
@@ -264,8 +257,8 @@ class Call:
         """Run over ``leaves`` and return all output tensors: those of the result, then those written to mappings."""
         args, kwargs = unflatten(self.template, leaves)
         index = self.layer.index
-        args = tuple(_fresh_cache(value, index) for value in args)
-        kwargs = {key: _fresh_cache(value, index) for key, value in kwargs.items()}
+        args = tuple(fresh_cache(value, index) for value in args)
+        kwargs = {key: fresh_cache(value, index) for key, value in kwargs.items()}
         copies = mappings((args, kwargs))
         before = [dict(mapping) for mapping in copies]
         result = run_layer(self.layer, args, kwargs)
@@ -373,73 +366,3 @@ def checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(words).to(torch.int64)
     weights = torch.arange(1, flat.numel() + 1, device=flat.device)
     return int((flat * weights).sum())
-
-
-def _with_private_caches(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Put a copy in the place of an empty key-value cache, for a forward with gradients.
-
-    transformers makes a cache in training too, unless told otherwise, and a layer with a cache may run other kernels
-    than one without. So the layer gets one, but its own: the recompute must find it as empty as the forward did, and
-    the keys and values of all layers, which nobody reads, are not kept.
-    """
-
-    def replace(value: Any) -> Any:
-        if not isinstance(value, Cache):
-            return value
-        if value.get_seq_length() > 0 or any(_holds_tensors(part) for part in value.layers):
-            raise ResidencyError(_CACHE_IN_TRAINING)
-        private = _fresh_cache(value, layer.index)
-        value.__dict__.setdefault(_LEFT_EMPTY, set()).add(layer.name)
-        return private
-
-    return tuple(map(replace, args)), {key: replace(value) for key, value in kwargs.items()}
-
-
-def _fresh_cache(value: Any, index: int) -> Any:
-    """A copy of an empty cache for the layer ``index``, which writes to its own part only; anything else as it is."""
-    if not isinstance(value, Cache):
-        return value
-    fresh = copy(value)
-    fresh.layers = [deepcopy(part) if place == index else part for place, part in enumerate(value.layers)]
-    return fresh
-
-
-def _holds_tensors(part: Any) -> bool:
-    return any(isinstance(held, torch.Tensor) and held.ndim > 1 and held.numel() > 0 for held in vars(part).values())
-
-
-def _refuse_left_empty(layer: StreamedLayer, values: Sequence[Any]) -> None:
-    """Refuse to continue from a cache that an earlier forward should have filled and did not."""
-    for value in values:
-        if isinstance(value, Cache) and layer.name in value.__dict__.get(_LEFT_EMPTY, ()):
-            raise ResidencyError(_CACHE_IN_TRAINING)
-
-
-def _refuse_compiling() -> None:
-    """Refuse to run inside torch.compile, which would trace through the borrowed weights."""
-    # Where tracing breaks off, Dynamo runs this eagerly and goes on tracing what is called: its callback tells.
-    frames = torch._C._dynamo.eval_frame if "torch._dynamo" in sys.modules else None
-    callback = None if frames is None else getattr(frames, "get_eval_frame_callback", lambda: None)()
-    if torch.compiler.is_compiling() or callback is not None:
-        raise ResidencyError("a prepared model cannot be traced by torch.compile; run it without compiling")
-
-
-def _captured_outputs() -> set[str]:
-    """Which outputs transformers collects from the layers in this forward.
-
-    Raises:
-        ResidencyError: it collects some inside the layers, where they would not be connected to the graph.
-    """
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return set()
-    captured = set(_active_collector.get() or ())
-    inner = sorted(key for key in captured if not key.startswith(("hidden_states", "_")))
-    if inner:
-        raise ResidencyError(
-            f"output_{inner[0]}=True is not possible in a forward with gradients of a prepared model: what is captured "
-            "inside a layer would carry no gradient (a router's auxiliary loss among it). Set it to False, or run "
-            "under torch.no_grad()."
-        )
-    return captured
