@@ -24,8 +24,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 import torch  # noqa: E402  # after the settings that it reads
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from tests import rows  # noqa: E402
 from torch import nn  # noqa: E402
+
+from poros.evidence import provenance as rows  # noqa: E402
 
 LORA = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
 WARMUP_STEPS = 3

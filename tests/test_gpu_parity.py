@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import poros
+from poros.evidence import provenance as rows
 from poros.model.build import from_shape
 from poros.model.shapes import shape_names
-from tests import rows, skips
+from tests import skips
 
 # Read when the CUDA context is made; without it cuBLAS is not reproducible.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

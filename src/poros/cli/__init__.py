@@ -42,6 +42,13 @@ def version() -> None:
 app.command()(one_screen(train))
 app.command()(one_screen(data))
 
+bench = typer.Typer(
+    name="bench",
+    help="Measure speed and memory side by side, and check and show what was measured.",
+    no_args_is_help=True,
+)
+app.add_typer(bench)
+
 
 def main() -> None:
     """Entry point of the ``poros`` command."""
