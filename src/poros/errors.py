@@ -7,6 +7,7 @@
     ├── DataError              the training data cannot be used as it is
     ├── CheckpointError        the model's files are missing, corrupt or incomplete
     ├── UnsupportedModelError  the architecture, or what was asked of it, is not supported
+    ├── ResultError            a file of result rows cannot be read, or is not one
     └── ResidencyError         a prepared model was used in a way that streaming cannot honour
         └── ChecksumError      a recompute did not reproduce its forward (debug mode)
 
@@ -33,6 +34,10 @@ class CheckpointError(PorosError):
 
 class UnsupportedModelError(PorosError):
     """The architecture, or what was asked of it, is not supported."""
+
+
+class ResultError(PorosError):
+    """A file of result rows cannot be read, or is not one."""
 
 
 class ResidencyError(PorosError):
