@@ -1,4 +1,4 @@
-# One word each: demo, test, check, test-gpu. The first of them makes .venv/ and installs everything, once.
+# One word each: demo, test, check, test-gpu, bench. The first of them makes .venv/ and installs everything, once.
 # Another interpreter: make test PYTHON=python3.12. More options for pip: make test PIP_OPTIONS="..."
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_OPTIONS)
 
-.PHONY: demo test check test-gpu
+.PHONY: demo test check test-gpu bench
 
 # A small real model learns from real conversations, streamed, with no GPU: about two minutes after the installation.
 demo: export HF_HUB_OFFLINE := 1
@@ -28,6 +28,11 @@ check: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu
+
+# Two tiny models, three methods, no GPU: shows a benchmark at work. Its results are in .bench/.
+bench: $(INSTALLED)
+	rm -rf .bench
+	$(BIN)/poros bench matrix configs/bench/cpu_tiny.yaml -o .bench
 
 # torch comes first and alone: another package must not choose its build.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from poros import __version__
+from poros.cli import bench as measuring
 from poros.cli.data import data
 from poros.cli.screen import one_screen
 from poros.cli.train import train
@@ -48,6 +49,8 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(bench)
+bench.command("run")(one_screen(measuring.run))
+bench.command("matrix")(one_screen(measuring.matrix))
 
 
 def main() -> None:
