@@ -261,9 +261,9 @@ def parse_row(fields: Any) -> tuple[Row | None, list[tuple[str, str]]]:
     if not isinstance(fields, dict):
         return None, [("row", "is not a JSON object")]
     if "row_schema" not in fields:
-        return None, [("row_schema", "is missing: the row is older than the published schema and cannot be checked")]
+        return None, [("row_schema", f"is missing: the row is older than the published schema.{_lacking(fields)}")]
     kind = fields.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if kind not in ("speed", "parity"):
         return None, [("kind", f"is {kind!r}; it should be {' or '.join(_KINDS)}")]
     try:
         return _KINDS[kind].model_validate(fields), []
@@ -334,6 +334,13 @@ def json_schema() -> dict[str, Any]:
     adapter: TypeAdapter[Row] = TypeAdapter(Annotated[SpeedRow | ParityRow, Field(discriminator="kind")])
     schema = adapter.json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A row of results of Poros", **schema}
+
+
+def _lacking(fields: dict[str, Any]) -> str:
+    kind = _KINDS.get(str(fields.get("kind")))
+    wanted = kind.model_fields.items() if kind else ()
+    lacking = [name for name, field in wanted if field.is_required() and name not in fields]
+    return f" It lacks {', '.join(lacking)}." if lacking else ""
 
 
 def _explain(detail: Any) -> str:
