@@ -30,13 +30,16 @@ from poros.evidence import provenance as rows  # noqa: E402
 
 LORA = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
 WARMUP_STEPS = 3
+SLOTS = {"poros-1": 8, "poros-4": 3}
 
 
 def build(shape: str, method: str) -> nn.Module:
     """The method's model, ready to train."""
     from poros.model.build import from_shape
 
-    streamed = {"block_size": int(method.rpartition("-")[2])} if method.startswith("poros-") else {}
+    streamed = (
+        {"block_size": int(method.rpartition("-")[2]), "slots": SLOTS[method]} if method.startswith("poros-") else {}
+    )
     base = from_shape(shape, device="cuda", stream=bool(streamed), **streamed)
     base.requires_grad_(False)
     base.config.use_cache = False

@@ -15,6 +15,7 @@ from poros.residency.casts import CastBlock
 from poros.residency.cleanup import Cleanup
 from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
+from poros.residency.layout import Layout
 from poros.residency.report import Report, guarantee, precision
 from poros.residency.schedule import Schedule
 from poros.residency.store import HostStore
@@ -68,7 +69,8 @@ class Attachment:
         self._overrides = guards.Overrides()
         self._constants: dict[tuple[torch.dtype, bytes], torch.Tensor] = {}
         self._moved: list[tuple[torch.Tensor, torch.device]] = []  # (not streamed, where it was)
-        self._views: dict[tuple[int, Any, int], list[torch.Tensor]] = {}  # (slot, layout, offset) -> views
+        self._layouts: dict[Layout, Layout] = {}  # one object for all equal ones
+        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}  # (slot, id of layout, offset) -> views
 
     @property
     def num_blocks(self) -> int:
@@ -94,6 +96,7 @@ class Attachment:
         offset = 0
         for layer in streamed:
             layer.offset = offset
+            layer.layout = self._layouts.setdefault(layer.layout, layer.layout)
             layer.before = self.layers[-1] if self.layers else None
             layer.pack(slab[offset : offset + layer.layout.num_bytes])
             self.layers.append(layer)
@@ -159,12 +162,14 @@ class Attachment:
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]:
         """The layer's tensors as views into a slot; layers of equal structure share them."""
-        key = (slot, layer.layout, layer.offset)
-        if key not in self._views:
+        key = (slot, id(layer.layout), layer.offset)
+        views = self._views.get(key)
+        if views is None:
             with torch.inference_mode(False):
                 memory = self.window.slots[slot].memory
-                self._views[key] = layer.layout.views(memory[layer.offset : layer.offset + layer.layout.num_bytes])
-        return self._views[key]
+                views = layer.layout.views(memory[layer.offset : layer.offset + layer.layout.num_bytes])
+            self._views[key] = views
+        return views
 
     def undo(self) -> None:
         """Put every tensor back where it was, and take every change to the modules back."""

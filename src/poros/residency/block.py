@@ -25,7 +25,8 @@ from poros.residency.caches import fresh_cache, refuse_left_empty, with_private_
 from poros.residency.capture import captured_outputs, refuse_compiling
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
-from poros.residency.layer import StreamedLayer, Trainables
+from poros.residency.inventory import Trainables
+from poros.residency.layer import StreamedLayer
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
 from poros.residency.tree import flatten, mappings, unflatten
@@ -53,7 +54,12 @@ def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterat
     """The layer's frozen tensors are real on the device inside, and host masters again after."""
     window = residency.window
     slot = window.acquire(layer.block, phase)
-    with residency.cleanup.ensured(lambda: window.release(slot)), residency.cleanup.ensured(layer.unbind):
+
+    def leave() -> None:
+        layer.unbind()
+        window.release(slot)
+
+    with residency.cleanup.ensured(leave):
         layer.bind(residency.views(slot, layer), window)
         yield
 
@@ -68,7 +74,7 @@ def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any
 def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     residency.cleanup.finish()
     trainables = layer.walk(residency.device)
-    if len(trainables.modules) != layer.num_guarded:
+    if len(trainables.inventory.modules) != layer.num_guarded:
         residency.guard_inside(layer)
     refuse_left_empty(layer, (*args, *kwargs.values()))
     if not torch.is_grad_enabled():
@@ -136,7 +142,7 @@ class Call:
         self.tensors += trainables.parameters
         self.shared = shared or (bool(self._mappings) and any(self.needs_grad[1:]))
         self.num_uses: list[int] = []  # of each input that needs a gradient, if they are returned one by one
-        self.snapshot = Snapshot(trainables.modules, residency.device)
+        self.snapshot = Snapshot(trainables.inventory, residency.device)
         self.carriers = _carriers(residency, layer)
         self.result: Any = None  # the template of what the layer returned and wrote
         self.prints: list[int] | None = None  # debugging: checksums of the outputs

@@ -1,10 +1,16 @@
 """Who else looks into a forward: torch.compile, and transformers' collection of outputs."""
 
 import sys
+from typing import Any
 
 import torch
 
 from poros.errors import ResidencyError
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # an older transformers collects in another way
+    _active_collector: Any = None  # type: ignore[no-redef]
 
 
 def refuse_compiling() -> None:
@@ -22,9 +28,7 @@ def captured_outputs() -> set[str]:
     Raises:
         ResidencyError: it collects some inside the layers, where they would not be connected to the graph.
     """
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
+    if _active_collector is None:
         return set()
     captured = set(_active_collector.get() or ())
     inner = sorted(key for key in captured if not key.startswith(("hidden_states", "_")))

@@ -1,7 +1,6 @@
 """One decoder layer whose frozen tensors live elsewhere: what it owns, and how a slot's bytes become its weights."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,25 +8,13 @@ from torch import nn
 
 from poros.errors import ResidencyError, UnsupportedModelError
 from poros.residency.casts import Carriers
+from poros.residency.inventory import Inventory, Trainables, descendants
 from poros.residency.layout import Layout, plan_layout
 from poros.residency.window import Window
 from poros.units import format_bytes
 
 # A frozen tensor that a user replaces after prepare (say, a norm cast to fp32) may stay on the device up to this size.
 _MAX_ADOPTED_BYTES = 2**20
-
-
-def descendants(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all modules below it, each once. (``modules()`` does the same at several times the cost.)"""
-    found, pending, seen = [], [root], set()
-    while pending:
-        module = pending.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append(module)
-        pending.extend(child for child in module._modules.values() if child is not None)
-    return found
 
 
 def adapter_tensors(layer: nn.Module) -> set[int]:
@@ -126,15 +113,6 @@ def is_constant(name: str) -> bool:
     return name.endswith(".code")
 
 
-@dataclass
-class Trainables:
-    """What a walk over a layer finds: its modules, and where its trainable parameters hang."""
-
-    modules: list[nn.Module]
-    places: list[tuple[dict[str, Any], str, nn.Parameter]]  # (a module's _parameters, name, what hangs there)
-    parameters: list[nn.Parameter]  # distinct, in the walk's order
-
-
 class StreamedLayer:
     """A decoder layer of a prepared model.
 
@@ -176,6 +154,7 @@ class StreamedLayer:
         self.masters: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._adopted: set[int] = set()  # indices of tensors that a user replaced
+        self._inventory: Inventory | None = None
         self.frozen_ids = {id(tensor) for tensor in self.tensors}
         stores: list[dict[str, Any]] = [s for inner in descendants(module) for s in (inner._parameters, inner._buffers)]
         self._places = [  # where each frozen parameter and buffer hangs
@@ -197,25 +176,32 @@ class StreamedLayer:
 
     def bind(self, views: list[torch.Tensor], window: Window) -> None:
         """Let the frozen tensors be ``views`` (into a slot of ``window``, in the layout's order)."""
-        for index, (tensor, view, address) in enumerate(zip(self.tensors, views, self._addresses, strict=True)):
-            present = tensor.data_ptr()
-            if present != address and not window.owns(present):
-                self._adopt(index, view.device)
-            if index not in self._adopted:
-                tensor.data = view
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        if addresses != self._addresses:
+            for index, (present, master) in enumerate(zip(addresses, self._addresses, strict=True)):
+                if present != master and not window.owns(present):
+                    self._adopt(index, views[index].device)
+        self._point_to(views)
 
     def unbind(self) -> None:
         """Let the frozen tensors be their host masters again."""
         self._put_back()
-        for index, (tensor, master) in enumerate(zip(self.tensors, self.masters, strict=True)):
-            if index not in self._adopted:
-                tensor.data = master
+        self._point_to(self.masters)
+
+    def _point_to(self, values: list[torch.Tensor]) -> None:
+        if self._adopted:
+            for index, (tensor, value) in enumerate(zip(self.tensors, values, strict=True)):
+                if index not in self._adopted:
+                    tensor.data = value
+            return
+        for tensor, value in zip(self.tensors, values, strict=True):
+            tensor.data = value
 
     def _put_back(self) -> None:
         """Undo replacements by an alias, which would stay on the slot: PEFT's DoRA makes them on a CPU."""
         for store, name, tensor in self._places:
             present = store.get(name)
-            if present is not None and present is not tensor and present.data_ptr() == tensor.data_ptr():
+            if present is not tensor and present is not None and present.data_ptr() == tensor.data_ptr():
                 store[name] = tensor
 
     def restore(self) -> None:
@@ -231,38 +217,27 @@ class StreamedLayer:
     def walk(self, device: torch.device) -> Trainables:
         """Find what is trainable now, and see to it that what does not stream is on ``device``.
 
-        Adapters may be added, frozen, switched or deleted at any time, so nothing is remembered between visits.
+        Adapters may be added, frozen, switched or deleted at any time, so what is remembered is checked at each visit.
 
         Raises:
             ResidencyError: a frozen weight was replaced or made trainable after :func:`prepare`.
         """
-        found = Trainables(descendants(self.module), [], [])
-        seen: set[int] = set()
-        num_visible = 0
-        for module in found.modules:
-            for store in (module._parameters, module._buffers):
-                for name, tensor in store.items():
-                    if tensor is None:
-                        continue
-                    first = id(tensor) not in seen
-                    seen.add(id(tensor))
-                    if id(tensor) in self.frozen_ids:
-                        num_visible += first
-                        if tensor.requires_grad:
-                            raise ResidencyError(self._changed(name, "was made trainable"))
-                        continue
-                    if tensor.device != device:
-                        with torch.inference_mode(False):
-                            tensor.data = tensor.data.to(device)
-                    if tensor.requires_grad:
-                        found.places.append((store, name, tensor))  # type: ignore[arg-type]  # no buffer learns
-                        if first:
-                            found.parameters.append(tensor)  # type: ignore[arg-type]
-        if num_visible != self._num_visible:
-            gone = [name for name, tensor in zip(self.names, self.tensors, strict=True) if id(tensor) not in seen]
-            base = [name for name in gone if ".quant_state." not in name]
-            raise ResidencyError(self._changed(base[0], "was replaced (merging an adapter does that)"))
-        return found
+        found = self._inventory
+        if found is None or not found.is_current():
+            self._inventory = None
+            found = Inventory(self.module, self.frozen_ids)
+            if found.num_frozen != self._num_visible:
+                gone = [name for name, tensor in zip(self.names, self.tensors, strict=True) if not found.holds(tensor)]
+                base = [name for name in gone if ".quant_state." not in name]
+                raise ResidencyError(self._changed(base[0], "was replaced (merging an adapter does that)"))
+            self._inventory = found
+        if learning := found.learning_frozen():
+            raise ResidencyError(self._changed(learning, "was made trainable"))
+        for tensor in found.others:
+            if tensor.device != device:
+                with torch.inference_mode(False):
+                    tensor.data = tensor.data.to(device)
+        return found.trainables()
 
     def _adopt(self, index: int, device: torch.device) -> None:
         """Keep a tensor that was replaced by the user on the device, as it is now."""

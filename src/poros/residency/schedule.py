@@ -70,8 +70,8 @@ class Schedule:
         if self._cursor is None:
             yield from self._expected()
             return
-        for block, _ in self._history[self._cursor + 1 :]:
-            yield block
+        for index in range(self._cursor + 1, len(self._history)):  # a slice would copy the whole history
+            yield self._history[index][0]
 
     def _expected(self) -> Iterator[int]:
         """The order to expect of a model that was not watched yet, one lap from the present visit."""

@@ -9,24 +9,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from poros.residency.cleanup import Cleanup
+from poros.residency.inventory import Inventory
 
 # Attributes by which PEFT's layers choose their adapters.
-_FLAGS = ("training", "_active_adapter", "_disable_adapters")
+_FLAGS = ("_active_adapter", "_disable_adapters")
 # Dicts on a module that change what its forward does. PEFT sets hooks and scales for the time of one model forward.
-_DICTS = (
+_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-    "scaling",
 )
+_hooks_of = attrgetter(*_HOOKS)
+_training_of = attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda)
+        cuda = torch.cuda.default_generators[device.index].get_state() if device.type == "cuda" else None
+        return cls(torch.default_generator.get_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.cpu)
+        torch.default_generator.set_state(self.cpu)
         if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
+            torch.cuda.default_generators[device.index].set_state(self.device)
 
 
 @dataclass(frozen=True)
@@ -113,55 +116,81 @@ def _write_switches(wanted: Sequence[Any]) -> None:
 
 
 class ModuleStates:
-    """What the modules of a layer, and the configurations that they read, are set to."""
+    """What the modules of a layer, and the configurations that they read, are set to.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._flags = [[module.__dict__.get(name) for name in _FLAGS] for module in modules]
-        # module -> name -> content, for the dicts that hold something
-        self._dicts = [
-            {name: dict(held) for name in _DICTS if isinstance(held := module.__dict__.get(name), dict) and held}
-            for module in modules
-        ]
-        configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
-        self._attention = [(config, getattr(config, "_attn_implementation", None)) for config in configs.values()]
+    Taken at each visit, so it is kept flat, and what is the same for nearly all modules is looked at without a loop.
+    """
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        modules, steered = inventory.modules, inventory.steered
+        self._training = list(map(_training_of, modules))
+        hooks = list(map(_hooks_of, modules))
+        # place of a module -> its dicts of hooks, for the modules that have any
+        self._hooks = (
+            {place: tuple(map(dict, held)) for place, held in enumerate(hooks) if any(held)}
+            if any(chain.from_iterable(hooks))
+            else {}
+        )
+        self._flags = [module.__dict__.get(name) for module in steered for name in _FLAGS]
+        scaling = [module.__dict__.get("scaling") for module in steered]
+        self._scaling = [dict(held) if isinstance(held, dict) else {} for held in scaling]
+        configs = [module.__dict__.get("config") for module in inventory.configured]
+        self._configs = list({id(config): config for config in configs if config is not None}.values())
+        self._attention = [getattr(config, "_attn_implementation", None) for config in self._configs]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModuleStates):
             return NotImplemented
-        mine = (self._flags, self._dicts, [attention for _, attention in self._attention])
-        return mine == (other._flags, other._dicts, [attention for _, attention in other._attention])
+        return (
+            self._training == other._training
+            and self._hooks == other._hooks
+            and self._flags == other._flags
+            and self._scaling == other._scaling
+            and self._attention == other._attention
+        )
 
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 
     @property
     def hooked(self) -> bool:
         """Whether a module inside the layer (the layer itself apart) has forward hooks."""
-        return any(name != "scaling" for held in self._dicts[1:] for name in held)
+        return any(self._hooks.keys() - {0})
 
     def apply(self) -> Callable[[], None]:
         """Set the modules to this state; what comes back sets them as they were, to the very same dicts."""
-        before = ModuleStates(self._modules)
-        originals = [{name: module.__dict__.get(name) for name in _DICTS} for module in self._modules]
-        for module, held in zip(self._modules, self._dicts, strict=True):
-            for name in _DICTS:
-                if isinstance(module.__dict__.get(name), dict):
-                    module.__dict__[name] = OrderedDict(held.get(name, {}))
+        inventory = self._inventory
+        none: tuple[dict[Any, Any], ...] = ({},) * len(_HOOKS)
+        before = ModuleStates(inventory)
+        places = sorted(self._hooks.keys() | before._hooks.keys())
+        wanted = [(inventory.modules[p], dict(zip(_HOOKS, self._hooks.get(p, none), strict=True))) for p in places]
+        wanted += [
+            (m, {"scaling": held})
+            for m, held in zip(inventory.steered, self._scaling, strict=True)
+            if isinstance(m.__dict__.get("scaling"), dict)
+        ]
+        originals = [(module, {name: module.__dict__[name] for name in held}) for module, held in wanted]
+        for module, held in wanted:
+            module.__dict__.update({name: OrderedDict(values) for name, values in held.items()})
         self._set_plain()
 
         def undo() -> None:
-            for module, dicts in zip(self._modules, originals, strict=True):
-                module.__dict__.update({name: held for name, held in dicts.items() if held is not None})
+            for module, held in originals:
+                module.__dict__.update(held)
             before._set_plain()
 
         return undo
 
     def _set_plain(self) -> None:
-        for module, values in zip(self._modules, self._flags, strict=True):
-            for name, value in zip(_FLAGS, values, strict=True):
+        for module, training in zip(self._inventory.modules, self._training, strict=True):
+            module.training = training
+        flags = iter(self._flags)
+        for module in self._inventory.steered:
+            for name in _FLAGS:
+                value = next(flags)
                 if name in module.__dict__:
                     module.__dict__[name] = value
-        for config, attention in self._attention:
+        for config, attention in zip(self._configs, self._attention, strict=True):
             if getattr(config, "_attn_implementation", None) != attention:
                 config._attn_implementation = attention
 
@@ -170,14 +199,14 @@ class Snapshot:
     """Everything that a recompute must find as the forward found it.
 
     Args:
-        modules: The layer and all modules inside it, the layer first.
+        inventory: The layer's modules.
         device: The compute device.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        self._modules = modules
+    def __init__(self, inventory: Inventory, device: torch.device) -> None:
+        self._inventory = inventory
         self._device = device
-        self.states = ModuleStates(modules)
+        self.states = ModuleStates(inventory)
         self._autocast = [Autocast.now(kind) for kind in dict.fromkeys(("cpu", device.type))]
         self._switches = _read_switches()
         self._random = RandomState.now(device)
@@ -191,9 +220,10 @@ class Snapshot:
             if switches != self._switches:
                 stack.enter_context(cleanup.ensured(lambda: _write_switches(switches)))
                 _write_switches(self._switches)
-            if self.states != ModuleStates(self._modules):
+            if self.states != ModuleStates(self._inventory):
                 stack.enter_context(cleanup.ensured(self.states.apply()))
             for autocast in self._autocast:
-                stack.enter_context(autocast.entered())
+                if autocast.enabled or torch.is_autocast_enabled(autocast.device_type):
+                    stack.enter_context(autocast.entered())
             self._random.restore(self._device)
             yield

@@ -17,6 +17,10 @@ class Leaf(NamedTuple):
     place: int
 
 
+# Nothing is nested in these. Asked first: to ask whether something is a mapping takes several times as long.
+_PLAIN = (torch.Tensor, Leaf, str, int, float, type(None))
+
+
 def flatten(nest: Any, tensors: list[torch.Tensor]) -> Any:
     """Append each distinct tensor in ``nest`` to ``tensors`` and return the nest with a :class:`Leaf` for each.
 
@@ -42,26 +46,32 @@ def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
 def mappings(nest: Any) -> list[MutableMapping[Any, Any]]:
     """All mutable mappings in ``nest``, in a fixed order; the layer may write to them."""
     found: list[MutableMapping[Any, Any]] = []
-    if isinstance(nest, MutableMapping):
+    _find_mappings(nest, found)
+    return found
+
+
+def _find_mappings(nest: Any, found: list[MutableMapping[Any, Any]]) -> None:
+    if isinstance(nest, _PLAIN):
+        return
+    if isinstance(nest, tuple | list):
+        for value in nest:
+            _find_mappings(value, found)
+    elif isinstance(nest, MutableMapping):
         found.append(nest)
         for value in nest.values():
-            found += mappings(value)
-    elif isinstance(nest, tuple | list):
-        for value in nest:
-            found += mappings(value)
-    return found
+            _find_mappings(value, found)
 
 
 def _map(nest: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
     if isinstance(nest, kind):
         return replace(nest)
+    if isinstance(nest, _PLAIN):
+        return nest
     if isinstance(nest, MutableMapping):
         mapped = copy(nest)  # keeps the type, and what else such an object carries
         for key, value in nest.items():
             mapped[key] = _map(value, kind, replace)
         return mapped
-    if isinstance(nest, Leaf):
-        return nest
     if isinstance(nest, tuple | list):
         items = [_map(value, kind, replace) for value in nest]
         return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
