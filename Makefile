@@ -29,10 +29,10 @@ check: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu
 
-# Two tiny models, three methods, no GPU: shows a benchmark at work. Its results are in .bench/.
+# Two tiny models, three methods, no GPU: shows a benchmark at work. Its results are in out/bench/.
 bench: $(INSTALLED)
-	rm -rf .bench
-	$(BIN)/poros bench matrix configs/bench/cpu_tiny.yaml -o .bench
+	rm -rf out/bench
+	$(BIN)/poros bench matrix configs/bench/cpu_tiny.yaml -o out/bench
 
 # torch comes first and alone: another package must not choose its build.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -126,7 +126,7 @@ def _die_with_parent() -> None:
 def main(arguments: Sequence[str]) -> None:
     """Run the request in a file, and write its record."""
     _die_with_parent()
-    request = CellRequest.read(Path(arguments[0]))
+    request = CellRequest.parse(Path(arguments[0]).read_text())
     if request.folder is not None:
         sys.path.insert(0, request.folder)
     _write(Path(request.record), run_cell(request))

@@ -27,7 +27,7 @@ def run_request(request: CellRequest, log: Path, time_limit_s: float) -> dict[st
     request_file, draft = record.with_suffix(".request"), record.with_suffix(".draft")
     draft.unlink(missing_ok=True)
     request = replace(request, started=time.time())
-    request.write(request_file)
+    request_file.write_text(request.to_json())
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "poros.evidence.cell", str(request_file)],

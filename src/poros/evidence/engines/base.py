@@ -13,7 +13,6 @@ It imports torch and the libraries inside these functions only: whoever plans a 
 import json
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -121,14 +120,14 @@ class CellRequest:
         """Optimizer steps, warm-up included."""
         return self.warmup_steps + self.steps
 
-    def write(self, path: Path) -> None:
-        """Write the request to a file, for :meth:`read` in another process."""
-        path.write_text(json.dumps(asdict(self), indent=1))
+    def to_json(self) -> str:
+        """The request as text, for :meth:`parse` in another process."""
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def read(cls, path: Path) -> "CellRequest":
-        """The request in a file of :meth:`write`."""
-        fields = json.loads(path.read_text())
+    def parse(cls, text: str) -> "CellRequest":
+        """The request in a text of :meth:`to_json`."""
+        fields = json.loads(text)
         return cls(**{**fields, "lora": Lora(**fields["lora"])})
 
 
