@@ -7,6 +7,7 @@ import typer
 from poros import __version__
 from poros.cli import bench as measuring
 from poros.cli.data import data
+from poros.cli.parity import parity
 from poros.cli.screen import one_screen
 from poros.cli.train import train
 
@@ -42,6 +43,7 @@ def version() -> None:
 
 app.command()(one_screen(train))
 app.command()(one_screen(data))
+app.command()(one_screen(parity))
 
 bench = typer.Typer(
     name="bench",
