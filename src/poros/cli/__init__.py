@@ -6,6 +6,7 @@ import typer
 
 from poros import __version__
 from poros.cli import bench as measuring
+from poros.cli import results
 from poros.cli.data import data
 from poros.cli.parity import parity
 from poros.cli.screen import one_screen
@@ -53,6 +54,9 @@ bench = typer.Typer(
 app.add_typer(bench)
 bench.command("run")(one_screen(measuring.run))
 bench.command("matrix")(one_screen(measuring.matrix))
+bench.command("report")(one_screen(results.report))
+bench.command("compare")(one_screen(results.compare))
+bench.command("verify")(one_screen(results.verify))
 
 
 def main() -> None:

@@ -26,14 +26,15 @@ def html_page(summary: Summary, title: str) -> str:
     )
     folder = files(_ROOM) / "templates"
     columns = [column for column in summary.columns if column.key not in _IN_MARKDOWN_ONLY]
-    heads, lines = overview(summary)
+    glance, lines = overview(summary)
     return environment.get_template("page.html.j2").render(
         title=title,
         summary=summary,
         multiple_runs=len({group.run_id for group in summary.groups}) > 1,
         columns=columns,
         column_groups=_column_groups(columns),
-        heads=heads,
+        glance=glance,
+        glance_groups=_column_groups(glance),
         lines=lines,
         reading=READING,
         settings_text=settings_text,

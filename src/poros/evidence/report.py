@@ -17,8 +17,8 @@ def markdown_report(summary: Summary, title: str) -> str:
     """The whole report."""
     parts = [f"# {title}", "Made by `poros bench report` from result rows; do not edit."]
     if summary.groups:
-        heads, lines = overview(summary)
-        parts += ["## At a glance", table(heads, lines), READING]
+        columns, lines = overview(summary)
+        parts += ["## At a glance", table([column.heading for column in columns], lines), READING]
     for group in summary.groups:
         parts += _group(group, summary)
     if summary.parity:

@@ -218,14 +218,15 @@ def _gib(num_bytes: int | None) -> Cell:
     return Cell("") if num_bytes is None else Cell(f"{num_bytes / 2**30:.2f}", num_bytes)
 
 
-def overview(summary: Summary) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines of the table that says, for each model and run, what the fastest Poros row achieves."""
-    heads = ["model", "weights", "family", "parity", "fastest Poros row", "s/step"]
-    heads += [f"s/step over {name}" for name in BASELINES]
-    heads += ["reserved GiB", *(f"memory cut against {name}" for name in _RESERVING)]
+def overview(summary: Summary) -> tuple[list[Column], list[list[str]]]:
+    """Columns and lines of the table that says, for each model and run, what the fastest Poros row achieves."""
+    words = ("model", "weights", "family", "parity", "fastest Poros row", "s/step")
+    columns = [Column(name, name, name) for name in words]
+    columns += [column for column in _columns() if column.key.startswith("of_") or column.key == "reserved_bytes"]
+    columns += [Column(f"cut_{name}", f"memory cut against {name}", name, "memory cut against") for name in _RESERVING]
     lines = [_achieved(group) for group in summary.groups]
-    used = [place for place in range(len(heads)) if place < 6 or any(line[place] for line in lines)]
-    return [heads[place] for place in used], [[line[place] for place in used] for line in lines]
+    used = [place for place in range(len(columns)) if place < len(words) or any(line[place] for line in lines)]
+    return [columns[place] for place in used], [[line[place] for place in used] for line in lines]
 
 
 def _achieved(group: Group) -> list[str]:

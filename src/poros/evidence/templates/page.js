@@ -60,11 +60,10 @@ const scale = (low, high, from, to) => (value) => from + ((value - low) / (high 
 function drawMemory(plot, group) {
   const { svg, width, height } = canvas(plot, 320);
   const box = { left: 44, right: width - 12, top: 30, bottom: height - 40 };
-  const xTicks = ticks(0, Math.max(...group.methods.map((one) => one.gib)) * 1.05, width < 420 ? 4 : 6);
-  const yTicks = ticks(0, Math.max(...group.methods.map((one) => one.seconds)) * 1.05, 5);
-  const last = (some) => Math.max(some.values.at(-1), some.step);
-  const x = scale(0, last(xTicks) + xTicks.step / 2, box.left, box.right);
-  const y = scale(0, last(yTicks) + yTicks.step / 2, box.bottom, box.top);
+  const most = { gib: Math.max(...group.methods.map((one) => one.gib)) * 1.08, seconds: Math.max(...group.methods.map((one) => one.seconds)) * 1.08 };
+  const xTicks = ticks(0, most.gib, width < 420 ? 4 : 6), yTicks = ticks(0, most.seconds, 5);
+  const x = scale(0, most.gib, box.left, box.right);
+  const y = scale(0, most.seconds, box.bottom, box.top);
   for (const value of yTicks.values) {
     draw(svg, "line", { class: value ? "rule" : "base", x1: box.left, x2: box.right, y1: y(value), y2: y(value) });
     draw(svg, "text", { class: "axis", x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, yTicks.shown(value));
@@ -72,7 +71,7 @@ function drawMemory(plot, group) {
   for (const value of xTicks.values) {
     draw(svg, "text", { class: "axis", x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, xTicks.shown(value));
   }
-  draw(svg, "text", { class: "axis", x: 0, y: 14 }, "seconds a step");
+  draw(svg, "text", { class: "axis", x: 0, y: 14 }, "seconds a step (lower left is better)");
   draw(svg, "text", { class: "axis", x: box.right, y: height - 4, "text-anchor": "end" }, group.memory);
 
   const points = group.methods.map((one) => ({ one, x: x(one.gib), y: y(one.seconds) }));
@@ -107,6 +106,7 @@ function label(link, point, taken, box) {
       return;
     }
   }
+  draw(link, "text", { x: Math.max(0, Math.min(point.x + 9, box.right - width)), y: point.y + 4 }, point.one.label);
 }
 
 // ---- Every counted step --------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ function drawLosses(plot, group) {
   if (group.warmup) {
     const end = x(group.warmup + 0.5);
     draw(svg, "rect", { class: "warmup", x: box.left, y: box.top, width: end - box.left, height: box.bottom - box.top });
-    draw(svg, "text", { class: "axis", x: box.left + 4, y: box.bottom - 6 }, end - box.left > 60 ? "warm-up" : "");
+    draw(svg, "text", { class: "axis", x: box.left + 4, y: box.top + 14 }, end - box.left > 60 ? "warm-up" : "");
   }
   const yTicks = ticks(low - pad, high + pad, 5), xTicks = ticks(1, steps, Math.min(6, steps));
   for (const value of yTicks.values) {
@@ -267,7 +267,8 @@ function drawAll() {
     for (const [name, drawing] of [["memory", drawMemory], ["losses", drawLosses], ["spread", drawSpread]]) {
       const figure = section.querySelector(`.${name}`);
       figure.hidden = !group.methods.length;
-      if (group.methods.length) drawing(figure.querySelector(".plot"), group);
+      const plot = figure.querySelector(".plot");
+      if (plot.clientWidth >= 200) drawing(plot, group);  // narrower is a window being opened, or the figure is hidden
     }
   });
 }
@@ -315,7 +316,7 @@ function filterable(table) {
   const apply = () => {
     const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows) {
-      const text = row.textContent.toLowerCase();
+      const text = [...row.querySelectorAll("th, td:not(.number), .none")].map((cell) => cell.textContent).join(" ").toLowerCase();
       row.hidden = !((!model.value || row.dataset.model === model.value) && wanted.every((word) => text.includes(word)));
     }
     for (const section of document.querySelectorAll(".group")) {

@@ -1,0 +1,122 @@
+"""Reports say what the rows say: tables with ratios and failures, and what changed between two runs."""
+
+import pytest
+from typer.testing import CliRunner
+
+from poros.cli import app
+from poros.errors import ResultError
+from poros.evidence.artifact import write_rows
+from poros.evidence.compare import compare, comparison_lines
+from poros.evidence.report import markdown_report, table
+from poros.evidence.summary import summarize
+from tests.result_rows import GIB, campaign, failed_row, parity_row, speed_row
+
+
+def _table(text: str, heading: str) -> list[dict[str, str]]:
+    """The first Markdown table below a heading, as dictionaries."""
+    section = text.split(heading, 1)[1]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    count = next((place for place, line in enumerate(lines[2:], 2) if set("".join(line)) == {"-"}), len(lines) + 1) - 1
+    return [dict(zip(lines[0], line, strict=False)) for line in lines[2:count]]
+
+
+def test_the_table_has_every_method_with_its_changes_figures_and_ratios():
+    text = markdown_report(summarize(campaign()), "Results")
+    rows = _table(text, "## qwen2.5-32b, random weights (run `h200-1`)")
+    assert [row["method"] for row in rows][:3] == ["poros, block size 1", "poros, block size 4", "resident"]
+    ours = rows[1]
+    assert ours["what it changes"] == "nothing"
+    assert ours["parity"] == "PASS (strict, math)"
+    assert ours["s/step"] == "0.632 ± 0.002"
+    assert ours["s/step of each pass"] == "0.630, 0.632, 0.634"
+    assert ours["s/step over poros-train"] == "0.44"
+    assert ours["reserved GiB"] == "7.03"
+    assert rows[4]["what it changes"] == "own checkpointing; dropout 0; attention of its own"
+    assert rows[7]["s/step"] == "unsupported"
+
+
+def test_failures_parity_and_provenance_are_told():
+    text = markdown_report(summarize(campaign()), "Results")
+    assert "- unsloth: out of memory: torch.OutOfMemoryError: tried to allocate 8 GiB" in text
+    assert "| PASS (0.00e+00) |" in text
+    assert "first difference: step 2, gradients of layers.3.q_proj.lora_A at [0, 4]: 0.25 instead of 0.5" in text
+    assert "equal to those of resident in every bit, at every step: poros, block size 1; poros, block size 4;" in text
+    assert "NVIDIA H200, PCIe 5 x16, driver 580.1; x86_64, 16 cores; python 3.12.3, torch 2.11.0" in text
+
+
+def test_the_glance_names_the_fastest_poros_row_and_its_memory_cut():
+    glance = _table(markdown_report(summarize(campaign()), "Results"), "## At a glance")
+    assert [line["model"] for line in glance] == ["qwen2.5-32b", "qwen2.5-72b"]
+    assert glance[0]["fastest Poros row"] == "poros, block size 4"
+    assert glance[0]["memory cut against resident"] == "5.28"
+    assert glance[1]["parity"] == "FAIL (strict)"
+
+
+def test_meters_that_nobody_has_get_no_column():
+    nothing = dict.fromkeys(("allocated_bytes", "reserved_bytes", "process_bytes"))
+    memory = [{**nothing, "host_peak_bytes": GIB, "host_locked_bytes": 0}]
+    place = {"gpu": None, "gpu_uuid": None, "driver": None, "link": None, "gpu_memory_bytes": None, "device": "cpu"}
+    row = speed_row(0, num_passes=1, passes=[[0.01] * 5], losses=[[1.0] * 7], pass_memory=memory, **place)
+    text = markdown_report(summarize([row]), "Results")
+    assert "reserved GiB" not in text
+    assert "memory cut against" not in text
+    assert "| 0.0100 |" in text  # one pass: no spread
+
+
+def test_a_run_without_figures_still_has_a_report():
+    rows = [failed_row("unsloth", "missing_package", "ImportError: no unsloth"), parity_row("INCONCLUSIVE")]
+    text = markdown_report(summarize(rows), "Results")
+    assert "missing package: ImportError: no unsloth" in text
+    assert "INCONCLUSIVE: layers.3 differs" in text
+    assert "## Parity" in markdown_report(summarize([parity_row()]), "Results")
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    assert table(["a"], [["x|y\nz"]]).splitlines()[-1] == "| x\\|y z |"
+
+
+def test_a_change_is_told_with_whether_it_is_beyond_both_spreads():
+    before = [speed_row(place) for place in range(6)]
+    after = [speed_row(0, scale=1.002), *(speed_row(place, scale=0.9) for place in range(1, 6))]
+    verdicts = {change.cell.split("/")[1]: change.verdict for change in compare(before, after).changes}
+    assert verdicts["poros-block-size-1"] == "within the spread"
+    assert verdicts["poros-block-size-4"] == "faster"
+    lines = comparison_lines(compare(after, before))
+    assert any("+11.1 %  slower, beyond both spreads" in line for line in lines)
+    assert any(line.startswith("qwen2.5-32b/resident: memory: allocated +11.1 %") for line in lines)
+
+
+def test_one_pass_has_no_spread_to_be_beyond():
+    single = speed_row(0, num_passes=1, passes=[[1.0] * 5], losses=[[1.0] * 7], pass_memory=[{}])
+    assert compare([single], [speed_row(0)]).changes[0].verdict == "unknown"
+
+
+def test_settings_that_differ_failures_and_lone_cells_are_told():
+    after = [
+        speed_row(0, poros_commit="f" * 40, lora={"rank": 8, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}),
+        failed_row("resident", "crashed", "killed", cell="qwen2.5-32b/resident"),
+        speed_row(3),
+    ]
+    lines = comparison_lines(compare([speed_row(0), speed_row(2), speed_row(1)], after))
+    assert "qwen2.5-32b/poros-block-size-1: lora.rank: 16 -> 8" in lines
+    assert any("0.629 ± 0.002 s" in line and "crashed" in line and line.endswith("changed") for line in lines)
+    assert "only before: qwen2.5-32b/poros-block-size-4" in lines
+    assert "only after: qwen2.5-32b/resident-checkpointed" in lines
+
+
+def test_two_runs_that_cannot_be_compared_are_refused():
+    with pytest.raises(ResultError, match="no cell in common"):
+        compare([speed_row(0)], [speed_row(1)])
+    with pytest.raises(ResultError, match=r"two rows of the cell qwen2\.5-32b/resident"):
+        compare([speed_row(2), speed_row(2, run_id="other")], [speed_row(2)])
+
+
+def test_the_commands_write_both_reports_and_compare_folders(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", campaign())
+    answer = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--title", "One night"])
+    assert answer.exit_code == 0, answer.output
+    assert (tmp_path / "report.md").read_text().startswith("# One night\n")
+    assert "<h1>One night</h1>" in (tmp_path / "report.html").read_text()
+    answer = CliRunner().invoke(app, ["bench", "compare", str(tmp_path), str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
+    assert "within the spread" in answer.output
