@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
 # Parity at real shapes on one large GPU: python3 must find poros and its needs. Usage: gpu_parity_campaign.sh OUT
 # Runs are bound by kernel launches from Python, so several share the GPU; the 72B shape has it for itself.
+# A row's process_bytes is what the whole GPU holds where the driver cannot tell the processes apart.
 set -u
 out=$1
-parity() { # parity NAME MODEL SETTING=VALUE...
+mkdir -p "$out"
+parity() { # parity NAME MODEL OPTION...
   local name=$1 model=$2; shift 2
-  env "${@/#/POROS_GPU_TEST_}" POROS_GPU_TEST_MODEL="$model" POROS_GPU_TEST_ROWS="$out/parity.jsonl" \
-    python3 -m pytest -m gpu tests/test_gpu_parity.py -q -o filterwarnings=default -W ignore --no-header \
-    > "$out/$name.log" 2>&1
-  echo "$name: $(tail -n 1 "$out/$name.log")"
+  python3 -c 'from poros.cli import main; main()' parity "$model" --device cuda --seq-len 512 "$@" \
+    --rows "$out/parity.jsonl" > "$out/$name.log" 2>&1
+  echo "$name: status $?, $(tail -n 1 "$out/$name.log")"
 }
+both=(--path strict --path math)
 {
-  parity qwen2.5-32b qwen2.5-32b STEPS=20 BLOCK_SIZE=4 SLOTS=2 POISON=1 CONTROL_STEPS=5
-  parity qwen3-32b qwen3-32b STEPS=20 BLOCK_SIZE=1 SLOTS=3 CONTROL_STEPS=5
+  parity qwen2.5-32b qwen2.5-32b "${both[@]}" --steps 20 --block-size 4 --slots 2 --poison --control-steps 5
+  parity qwen3-32b qwen3-32b "${both[@]}" --steps 20 --block-size 1 --slots 3 --control-steps 5
 } &
-parity qwen2.5-7b-strict qwen2.5-7b PATHS=strict STEPS=200 BLOCK_SIZE=4 SLOTS=2 CONTROL_STEPS=20 &
-parity qwen2.5-7b-math qwen2.5-7b PATHS=math STEPS=50 ACCUMULATION=2 BLOCK_SIZE=2 SLOTS=3 CONTROL_STEPS=10 &
+parity qwen2.5-7b-strict qwen2.5-7b --steps 200 --block-size 4 --slots 2 --control-steps 20 &
+parity qwen2.5-7b-math qwen2.5-7b --path math --steps 50 --accumulate 2 --block-size 2 --slots 3 --control-steps 10 &
 wait
-parity qwen2.5-72b qwen2.5-72b STEPS=5 BLOCK_SIZE=4 SLOTS=2
+parity gemma-3-27b-it gemma-3-27b-it "${both[@]}" --steps 10 --block-size 4 --slots 2
+parity gemma-4-31b gemma-4-31b "${both[@]}" --steps 10 --block-size 4 --slots 2
+parity qwen2.5-72b qwen2.5-72b "${both[@]}" --steps 5 --block-size 4 --slots 2

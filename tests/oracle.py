@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from poros.evidence import bits
+from poros.evidence.bits import Difference, describe_difference
 from tests.tiny import text_layers
 
 Batch = dict[str, Tensor]
 # Runs the forwards and backwards of one optimizer step, and returns the losses it saw.
 Learn = Callable[[nn.Module, Sequence[Batch]], Sequence[Tensor]]
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -36,19 +36,6 @@ class Trace:
         """The tensors of one surface (``"grad"``, ``"param"``, ...) after ``step``."""
         prefix = name + "/"
         return {key.removeprefix(prefix): v for key, v in self.steps[step].items() if key.startswith(prefix)}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first place where two traces part."""
-
-    step: int
-    surface: str
-    tensor: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"step {self.step}, {self.surface} {self.tensor!r}: {self.detail}"
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -117,33 +104,13 @@ def compare(a: Trace, b: Trace) -> Difference | None:
     if len(a.steps) != len(b.steps):
         return Difference(min(len(a.steps), len(b.steps)), "steps", "", f"{len(a.steps)} against {len(b.steps)}")
     for step, (left, right) in enumerate(zip(a.steps, b.steps, strict=True)):
-        for key in [*left, *(right.keys() - left.keys())]:
-            surface, _, tensor = key.partition("/")
-            if key not in left or key not in right:
-                return Difference(step, surface, tensor, f"only in the {'first' if key in left else 'second'} run")
-            if detail := describe_difference(left[key], right[key]):
-                return Difference(step, surface, tensor, detail)
+        verdict = bits.compare(left, right)
+        if verdict.tensor is not None:
+            surface, _, tensor = verdict.tensor.partition("/")
+            element = verdict.element
+            detail = describe_difference(left[verdict.tensor], right[verdict.tensor]) if element else verdict.detail
+            return Difference(step, surface, tensor, detail or "", element)
     return None
-
-
-def describe_difference(a: Tensor | None, b: Tensor | None) -> str | None:
-    """Where two tensors differ first and how, None if all bits are equal."""
-    if a is None or b is None:
-        return None if a is b else f"{_brief(a)} against {_brief(b)}"
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{_brief(a)} against {_brief(b)}"
-    left, right = _bits(a), _bits(b)
-    wrong = (left != right).flatten()
-    if not wrong.any():
-        return None
-    at = int(wrong.nonzero()[0])
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), a.shape))
-    mask = (1 << 8 * a.element_size()) - 1
-    values = [
-        f"{value.flatten()[at].item()!r} (0x{bits.flatten()[at].item() & mask:0{2 * a.element_size()}x})"
-        for value, bits in ((a, left), (b, right))
-    ]
-    return f"{int(wrong.sum())} of {a.numel()} differ, first at {index}: {values[0]} against {values[1]}"
 
 
 def check_parity(
@@ -269,13 +236,3 @@ def _assert_not_vacuous(reference: Trace, idle_steps: Sequence[int]) -> None:
 
 def _kept(value: Any) -> Tensor | None:
     return value.detach().clone().cpu() if isinstance(value, Tensor) else None if value is None else torch.tensor(value)
-
-
-def _bits(value: Tensor) -> Tensor:
-    if value.dtype == torch.bool or not (value.is_floating_point() or value.is_complex()):
-        return value
-    return value.contiguous().view(_INTEGER[value.element_size()])
-
-
-def _brief(value: Tensor | None) -> str:
-    return "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"

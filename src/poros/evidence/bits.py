@@ -171,8 +171,8 @@ def compare(a: Values, b: Values) -> Verdict:
 
 
 def describe_difference(a: Tensor | None, b: Tensor | None) -> str | None:
-    """Where two tensors differ first and how, None if all bits are equal."""
-    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
+    """Where two tensors differ first and how, None if all bits are equal; they may be on two devices."""
+    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b.to(a.device))):
         return None
     verdict = compare({"": a}, {"": b})
     if verdict.element is None or a is None:

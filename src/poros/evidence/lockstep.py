@@ -122,10 +122,8 @@ def step_together(resident: Lane, others: Mapping[str, Lane], batches: Sequence[
             comparisons[name, surface] = Comparison(resident.values(surface), others[name].values(surface))
 
     loss = resident.learn(batches)
-    gradients = {name: p.grad for name, p in resident.trainable.items()}
-    present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    sizes = torch._foreach_norm(list(present.values()), ord=float("inf")) if present else []
-    summary = as_integers(torch.stack([loss, *sizes]))
+    learning, largest = _largest_gradients(resident)
+    summary = as_integers(torch.stack([loss, *largest]))
     for name, lane in others.items():
         lane.learn(batches)
         compare(name, _BEFORE_THE_OPTIMIZER)
@@ -135,12 +133,20 @@ def step_together(resident: Lane, others: Mapping[str, Lane], batches: Sequence[
         compare(name, [surface for surface in SURFACES if surface not in _BEFORE_THE_OPTIMIZER])
 
     figures = iter(fetch([summary, *(tensor for c in comparisons.values() for tensor in c.figures)]))
-    first, *largest = as_floats(next(figures))
-    found = dict(zip(present, largest, strict=True))
+    first, *sizes = as_floats(next(figures))
+    found = dict(zip(learning, sizes, strict=True))
     verdicts: dict[str, dict[str, Verdict]] = {name: {} for name in others}
     for (name, surface), comparison in comparisons.items():
         verdicts[name][surface] = comparison.read([next(figures) for _ in comparison.figures])
-    return Step(first, {name: found.get(name) for name in gradients}, verdicts)
+    return Step(first, {name: found.get(name) for name in resident.trainable}, verdicts)
+
+
+def _largest_gradients(lane: Lane) -> tuple[list[str], list[Tensor]]:
+    """The parameters that have a gradient, and the largest absolute value of each."""
+    gradients = {name: p.grad for name, p in lane.trainable.items() if p.grad is not None}
+    if not gradients:
+        return [], []
+    return list(gradients), list(torch._foreach_norm(list(gradients.values()), ord=float("inf")))
 
 
 def twin_of(model: nn.Module) -> nn.Module:
@@ -167,7 +173,8 @@ def copy_adapters(source: nn.Module, target: nn.Module) -> None:
 def reproducible(path: str, device: torch.device) -> Iterator[None]:
     """Deterministic algorithms, the attention kernels of ``path``, and on a CPU one thread.
 
-    The global random state is left as it was. (Products of few rows change bits with the number of threads.)
+    ``"strict"`` takes flash attention where it can (on a CPU torch's own fused kernel), ``"math"`` the plain one. The
+    global random state is left as it was. (On a CPU, products of few rows change bits with the number of threads.)
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()

@@ -181,7 +181,8 @@ def explained(settings: ParitySettings) -> Iterator[None]:
 
 
 def _bare(name: str) -> str:
-    return name.replace(".base_layer.", ".")
+    """A tensor's name without what PEFT's wrappers, one around another at times, put into it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _adapted(settings: ParitySettings, device: torch.device, dtype: str, *, stream: bool) -> Any:
