@@ -38,7 +38,8 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
     module = load_engine(request.method, request.module)
     engine: Engine = module.ENGINE
     place = provenance(*engine.packages)
-    _write(Path(request.record).with_suffix(".draft"), {"provenance": place})
+    facts = {"device": recorder.device.type}
+    _write(Path(request.record).with_suffix(".draft"), {"provenance": place, "facts": facts})
     outcome: dict[str, Any] = {"status": "ok", "reason": None}
     memory: dict[str, int | None] | None = None
     try:
@@ -58,7 +59,7 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
         "seconds": recorder.seconds,
         "losses": recorder.losses,
         "memory": memory,
-        "facts": {"device": recorder.device.type, "engine": engine.launch, **recorder.facts},
+        "facts": facts | recorder.facts,
         "setup_s": recorder.setup_s,
         "wall_s": time.time() - request.started,
         "provenance": place,

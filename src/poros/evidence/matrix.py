@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from poros.errors import ConfigError
 from poros.evidence.artifact import SpeedRow, write_rows
-from poros.evidence.engines.base import CellRequest
+from poros.evidence.engines.base import CellRequest, dataset_of
 from poros.evidence.process import run_request
 from poros.evidence.spec import BenchSpec, MethodSpec, ModelSpec, cell_name, file_name, first_difference, load_spec
 from poros.units import format_bytes
@@ -88,6 +88,7 @@ class _Run:
 
     def __init__(self, spec: BenchSpec, out: Path, run_id: str) -> None:
         self.spec, self.out, self.run_id = spec, out, run_id
+        self._passes = out / "passes"
         self.records: dict[tuple[str, int], dict[str, Any]] = {}  # (cell, pass) -> record
         for cell, number in order(spec):
             if self._file(cell, number).exists():
@@ -95,6 +96,8 @@ class _Run:
 
     def finish(self, say: Say) -> list[SpeedRow]:
         """Run every pass that is missing; a cell that has failed is not run again."""
+        for left in (*self._passes.glob("*.request"), *self._passes.glob("*.draft")):  # of a run that was killed
+            left.unlink()
         if self.records:
             say(f"{len(self.records)} passes are there already")
         rows = self._write_rows()
@@ -179,7 +182,7 @@ class _Run:
             slots=facts.get("slots", request.slots),
             resident_blocks=facts.get("resident_blocks"),
             budget_bytes=facts.get("budget_bytes"),
-            dataset=facts.get("dataset", {"name": "rows" if request.dataset else "synthetic", "path": request.dataset}),
+            dataset=facts.get("dataset", dataset_of(request)),
             learning_rate=request.learning_rate,
             max_grad_norm=request.max_grad_norm,
             options=_options(cell.method),
@@ -229,7 +232,7 @@ class _Run:
                     )
 
     def _file(self, cell: Cell, number: int) -> Path:
-        return self.out / "passes" / f"{file_name(cell.name)}-{number}.json"
+        return self._passes / f"{file_name(cell.name)}-{number}.json"
 
     def _log(self, cell: Cell, number: int) -> Path:
         return self.out / "logs" / f"{file_name(cell.name)}-{number}.log"

@@ -86,20 +86,20 @@ def _told(status: int | None, log: Path, time_limit_s: float) -> dict[str, str]:
 def _record_of_death(request: CellRequest, draft: Path) -> dict[str, Any]:
     """A record without readings; where the pass ran is in the draft, unless it died before it could write one."""
     if draft.exists():
-        place = json.loads(draft.read_text())["provenance"]
+        known = json.loads(draft.read_text())
     else:
         from poros.evidence.provenance import provenance  # imports torch
 
         place = provenance(*describe(request.method, request.module).packages)
+        known = {"provenance": place, "facts": {} if request.device == "auto" else {"device": request.device}}
     return {
         "cell": request.cell,
         "number": request.number,
         "seconds": [],
         "losses": [],
         "memory": None,
-        "facts": {},
         "setup_s": None,
-        "provenance": place,
+        **known,
     }
 
 

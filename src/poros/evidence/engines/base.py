@@ -131,6 +131,16 @@ class CellRequest:
         return cls(**{**fields, "lora": Lora(**fields["lora"])})
 
 
+def dataset_of(request: CellRequest) -> dict[str, Any]:
+    """What a row says of the request's data, but for their hash."""
+    synthetic = request.dataset is None
+    return {
+        "name": "synthetic" if synthetic else "rows",
+        "seed": request.seed if synthetic else None,
+        "path": request.dataset,
+    }
+
+
 def load_engine(method: str, module: str | None = None) -> ModuleType:
     """The module of ``method``, or an engine of the user's own; KeyError or ImportError if there is none."""
     return import_module(module or METHODS[method])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from poros.errors import ConfigError
-from poros.evidence.engines.base import CellRequest
+from poros.evidence.engines.base import CellRequest, dataset_of
 from poros.evidence.engines.recorder import Recorder
 from poros.train.data import read_rows
 from poros.train.encode import IGNORED, Encoder
@@ -44,12 +44,8 @@ def make_batches(request: CellRequest, model: Any, recorder: Recorder) -> list[l
     else:
         ids, labels = (part.view(shape) for part in _from_file(request, model.config, math.prod(shape)))
     labels[..., 0] = IGNORED  # nothing predicts it, and some losses count it all the same
-    recorder.facts["dataset"] = {
-        "name": "synthetic" if request.dataset is None else "rows",
-        "seed": request.seed if request.dataset is None else None,
-        "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-        "path": request.dataset,
-    }
+    digest = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    recorder.facts["dataset"] = dataset_of(request) | {"sha256": digest}
     ids, labels = ids.to(recorder.device), labels.to(recorder.device)
     types = _token_types(model, ids[0, 0])
     return [
