@@ -10,7 +10,7 @@ from poros.evidence.engines.base import CellRequest, Engine
 ENGINE = Engine(name="planted", title="planted failure", changes=("fails on purpose",))
 
 
-def build(request: CellRequest, recorder: Any) -> Any:
+def run(request: CellRequest, recorder: Any) -> None:
     match request.options["fail"].get(request.model):
         case "out_of_memory":
             raise MemoryError("one byte more than there is")
@@ -23,4 +23,8 @@ def build(request: CellRequest, recorder: Any) -> Any:
             raise KeyError("no such thing")
         case "hang":
             time.sleep(600)
+        case "too_few_steps":
+            recorder.begin_step()
+            recorder.end_step(1.0)
+            return
     raise AssertionError("nothing was planted for this model")

@@ -22,6 +22,7 @@ from poros.evidence.engines.unsloth_checkpoint import make_checkpoint
 from poros.evidence.matrix import run_matrix
 from poros.evidence.process import run_request
 from poros.evidence.verify import verify_file
+from poros.model.memory import HostMemory, require_host_memory
 from tests import tiny_run
 
 ROOT = Path(__file__).parents[1]
@@ -283,10 +284,24 @@ def test_a_pass_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record.json").read_text()) == record
 
 
-@pytest.mark.parametrize(("how", "status"), [("missing_package", "missing_package"), ("error", "crashed")])
-def test_failures_are_told_apart(how: str, status: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        ("missing_package", "missing_package", "ModuleNotFoundError: No module named 'a_package_that_nobody_has'"),
+        ("error", "crashed", "KeyError: 'no such thing'"),
+        ("too_few_steps", "crashed", "RuntimeError: 1 steps were taken instead of 3"),
+    ],
+)
+def test_failures_are_told_apart(how: str, status: str, reason: str, tmp_path: Path) -> None:
     request = a_request(tmp_path, "resident", module="tests.planted_engine", options={"fail": {"one": how}})
-    assert run_cell(request)["status"] == status
+    record = run_cell(request)
+    assert (record["status"], record["reason"]) == (status, reason)
+
+
+def test_a_gpu_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    record = outcome(tmp_path, "unsloth", device="cuda")
+    assert (record["status"], record["reason"]) == ("unsupported", "device is 'cuda', but torch sees no CUDA device")
 
 
 def test_what_torch_says_of_memory_is_understood() -> None:
@@ -294,6 +309,14 @@ def test_what_torch_says_of_memory_is_understood() -> None:
     assert status_of(RuntimeError("CUDA error: out of memory")) == "out_of_memory"
     assert status_of(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")) == "out_of_memory"
     assert status_of(RuntimeError("shapes do not match")) == "crashed"
+
+
+def test_a_refusal_for_lack_of_host_memory_is_running_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = HostMemory(available_bytes=10, cgroup_left_bytes=None)
+    monkeypatch.setattr("poros.model.memory.read_host_memory", lambda _: memory)
+    with pytest.raises(ConfigError) as caught:
+        require_host_memory(11, "building it", "Free memory.")
+    assert status_of(caught.value) == "out_of_memory"
 
 
 def test_run_shows_one_pass_of_each_and_adds_to_a_file(

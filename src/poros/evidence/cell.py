@@ -41,14 +41,14 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
     facts = {"device": recorder.device.type}
     _write(Path(request.record).with_suffix(".draft"), {"provenance": place, "facts": facts})
     outcome: dict[str, Any] = {"status": "ok", "reason": None}
-    memory: dict[str, int | None] | None = None
     try:
+        recorder.check_device()
         _take_path(request.path)
         if hasattr(module, "run"):
             module.run(request, recorder)
         else:
             _train(module.build(request, recorder), request, recorder)
-        memory = recorder.memory()
+        recorder.check_whole()
     except Exception as error:
         traceback.print_exc()
         outcome = {"status": status_of(error), "reason": last_line(error)}
@@ -58,7 +58,7 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
         **outcome,
         "seconds": recorder.seconds,
         "losses": recorder.losses,
-        "memory": memory,
+        "memory": recorder.memory,
         "facts": facts | recorder.facts,
         "setup_s": recorder.setup_s,
         "wall_s": time.time() - request.started,
@@ -73,6 +73,8 @@ def status_of(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out_of_memory"
     if isinstance(error, RuntimeError) and any(phrase in text for phrase in memory):
+        return "out_of_memory"
+    if isinstance(error, PorosError) and "more than is free" in text:  # the refusal before host memory runs out
         return "out_of_memory"
     if isinstance(error, ImportError):
         return "missing_package"

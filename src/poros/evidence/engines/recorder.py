@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from poros.errors import ConfigError
 from poros.evidence.engines.base import CellRequest
 from poros.evidence.provenance import host_peak_bytes, process_bytes_on_card
 
@@ -28,6 +29,7 @@ class Recorder:
         seconds: Of every counted step.
         losses: Of every step, warm-up included; none from a method that computes none.
         setup_s: From the start of the process to the first step.
+        memory: Peaks since the first step, in bytes, read right after the last; what cannot be told is None.
     """
 
     def __init__(self, request: CellRequest) -> None:
@@ -40,6 +42,7 @@ class Recorder:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.setup_s: float | None = None
+        self.memory: dict[str, int | None] | None = None
         self._num_steps = 0
         self._start = 0.0
 
@@ -60,9 +63,20 @@ class Recorder:
             self.seconds.append(seconds)
         if loss is not None:
             self.losses.append(float(loss))
+        if self._num_steps == self.request.total_steps:
+            self.memory = self._read_meters()
 
-    def memory(self) -> dict[str, int | None]:
-        """Peaks since the first step, in bytes; what cannot be told is None. Call it right after the last step."""
+    def check_device(self) -> None:
+        """Raise :class:`ConfigError` if the device that is asked for is not there."""
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device is 'cuda', but torch sees no CUDA device")
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError unless every step was taken."""
+        if self._num_steps != self.request.total_steps:
+            raise RuntimeError(f"{self._num_steps} steps were taken instead of {self.request.total_steps}")
+
+    def _read_meters(self) -> dict[str, int | None]:
         locked: int | None = self.facts.get("host_locked_bytes") or 0
         peaks: dict[str, int | None] = dict.fromkeys(("allocated_bytes", "reserved_bytes", "process_bytes"))
         if self.device.type == "cuda":
@@ -91,6 +105,6 @@ class Recorder:
 def _locked_by_torch() -> int | None:
     """The most page-locked host memory that torch's own allocator held; None if this torch does not count it."""
     try:
-        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-    except (AttributeError, RuntimeError):
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+    except (AttributeError, KeyError, RuntimeError):
         return None
