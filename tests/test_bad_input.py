@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from poros.train.checkpoints import complete_checkpoints
+from poros.train.output import claimed_output
 from tests import tiny_run
 
 
@@ -158,6 +159,14 @@ def steps_and_epochs(world: World) -> None:
     world.change("train", epochs=1.0)
 
 
+def warm_up_never_ends(world: World) -> None:
+    world.change("train", warmup_steps=3)
+
+
+def evaluation_of_nothing(world: World) -> None:
+    world.change("train", eval_steps=2)
+
+
 def dtype_unknown(world: World) -> None:
     world.change("model", dtype="bf16")
 
@@ -188,6 +197,11 @@ def data_empty(world: World) -> None:
 
 def row_without_fields(world: World) -> None:
     rows(world, {"text": "yes"}, {"question": "is it?", "answer": "no"})
+
+
+def role_misspelt(world: World) -> None:
+    said = [{"role": "user", "content": "is it?"}, {"role": "assitant", "content": "yes"}]
+    rows(world, {"text": "yes"}, {"messages": said})
 
 
 def row_broken(world: World) -> None:
@@ -346,6 +360,8 @@ CASES: list[tuple[Callable[[World], None], str] | tuple[Callable[[World], None],
     (rate_infinite, r"train.learning_rate is inf; expected a finite number"),
     (dropout_one, r"lora.dropout is 1.0; expected less than 1"),
     (steps_and_epochs, r"train: steps is 3 and epochs is 1.0: give one of the two"),
+    (warm_up_never_ends, r"train: warmup_steps is 3 of 3 steps, so learning_rate would never be reached"),
+    (evaluation_of_nothing, r"train.eval_steps is set, but there is nothing to evaluate on: set data.eval"),
     (dtype_unknown, r"model.dtype is 'bf16'; expected 'auto', 'float32', 'bfloat16' or 'float16'"),
     (quantization_unknown, r"model.quantization is 'int4'; expected 'nf4' or 'none'"),
     (slots_zero, r"model.slots is 0; expected greater than or equal to 1"),
@@ -353,12 +369,16 @@ CASES: list[tuple[Callable[[World], None], str] | tuple[Callable[[World], None],
     (data_a_folder, r"rows.jsonl: cannot be read: Is a directory"),
     (data_empty, r"rows.jsonl: no rows. Put one JSON object on each line"),
     (row_without_fields, r"rows.jsonl:2: a row needs 'messages'.*'question', 'answer'"),
+    (role_misspelt, r"rows.jsonl:2: message 2 has the role 'assitant'; did you mean 'assistant'\?"),
     (row_broken, r"rows.jsonl:3: not valid JSON"),
     (data_one_json_list, r"rows.jsonl:1: a JSON list, not an object"),
     (data_not_utf8, r"rows.jsonl:1: not UTF-8 .*save the file as UTF-8"),
     (data_utf16, r"rows.jsonl:1: not UTF-8 .*save the file as UTF-8"),
     (all_masked, r"of 2 rows none is left to train on: .*raise data.max_length"),
-    (row_too_long, r"rows.jsonl:1: \d+ tokens, and data.max_length is 5; raise it or set data.truncation"),
+    (
+        row_too_long,
+        r"rows.jsonl:1: \d+ tokens, and data.max_length is 5; raise it, or set data.truncation to keep_start",
+    ),
     (eval_missing, r"eval.jsonl: no such file. Set data.train or data.eval"),
     (no_chat_template, r"no chat template.*Set data.chat_template"),
     (chat_template_missing, r"chat.jinja: the chat template cannot be read"),
@@ -412,6 +432,20 @@ def test_bad_input(world: World, break_it: Callable[[World], None], says: str, o
     before = contents(world.folder)
     assert_one_screen(world.train(*options), says)
     assert contents(world.folder) == before
+
+
+def test_an_output_that_cannot_be_made_is_found_before_the_model_is_loaded(world: World) -> None:
+    output_cannot_be_made(world)
+    assert world.train().stderr.startswith("error: ")
+
+
+def test_two_runs_do_not_write_to_one_folder(world: World) -> None:
+    assert world.train().exit_code == 0
+    with claimed_output(world.output, resume=True, overwrite=False):
+        for option in ("--resume", "--overwrite"):
+            assert_one_screen(world.train(option), r"out: another run is writing to it now")
+    assert world.train("--resume").exit_code == 0
+    assert not list(world.output.glob(".*"))
 
 
 def test_data_command_reports_in_the_same_way(world: World) -> None:

@@ -337,3 +337,43 @@ def test_weights_without_values_are_refused():
     model = make(quant=None, lora=False)
     tiny.text_layers(model)[3].mlp.up_proj.to("meta")
     refused(model, poros.ResidencyError, r"mlp\.up_proj\.weight .*has no values")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"slots": True}, "slots is True; it must be a whole number"),
+        ({"block_size": "4"}, "block_size is '4'; it must be a whole number"),
+        ({"block_size": 2.5}, "block_size is 2.5"),
+        ({"device": "nonsense"}, "device 'nonsense' is not a device"),
+    ],
+)
+def test_settings_of_the_wrong_type_are_refused_prepared_or_not(settings, text):
+    model = make()
+    for _ in range(2):
+        with pytest.raises(poros.ConfigError, match=text):
+            poros.prepare(model, **{"device": "cpu", **settings})
+        poros.prepare(model, device="cpu")
+
+
+@pytest.mark.parametrize("value", [None, "Qwen/Qwen2.5-32B"])
+def test_what_is_no_model_is_refused(value):
+    with pytest.raises(poros.UnsupportedModelError, match=r"not a (NoneType|str).*use poros.load"):
+        poros.prepare(value)
+
+
+def test_other_slots_are_refused_as_they_were_asked_for():
+    model = poros.prepare(make(), device="cpu", slots=2)
+    with pytest.raises(poros.ConfigError, match="slots=2, so not with slots=70"):
+        poros.prepare(model, slots=70)
+
+
+def test_report_says_where_an_evaluation_would_repack_weights():
+    model = make()
+    inner = next(module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu"))
+    inner.support_avx512bf16_for_cpu = True
+    poros.prepare(model, device="cpu")
+    assert any("support_avx512bf16_for_cpu = False" in note for note in poros.report(model).notes)
+    assert not inner.support_avx512bf16_for_cpu
+    poros.unprepare(model)
+    assert inner.support_avx512bf16_for_cpu

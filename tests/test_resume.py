@@ -145,6 +145,7 @@ def test_a_checkpoint_that_is_not_complete_is_ignored(home: Path, tmp_path: Path
     result = tiny_run.poros("train", settings(home, output), "--resume")
     assert result.exit_code == 0, result.output
     assert "resume from step 6" in result.stderr
+    assert f"note   checkpoint-{STEPS} is incomplete or damaged" in result.stderr
     assert_same_end(output, home / "whole")
 
 

@@ -118,6 +118,11 @@ class TrainConfig(_Section):
     def _one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}: give one of the two")
+        if self.steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} of {self.steps} steps, so learning_rate would never be reached: "
+                "give fewer"
+            )
         return self
 
 
@@ -130,6 +135,12 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     output: str = Field(min_length=1)
     """Folder for the checkpoints and, at the end, the adapter."""
+
+    @model_validator(mode="after")
+    def _nothing_without_effect(self) -> Self:
+        if self.train.eval_steps is not None and self.data.eval is None:
+            raise ValueError("train.eval_steps is set, but there is nothing to evaluate on: set data.eval, or leave it")
+        return self
 
 
 def describe_settings() -> Iterator[tuple[str, str, str, str]]:

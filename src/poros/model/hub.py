@@ -64,7 +64,9 @@ def locate(model: str | Path, revision: str | None = None) -> ModelFiles:
     if folder.is_dir():
         return ModelFiles(str(model), folder, None)
     if isinstance(model, Path) or str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
-        raise CheckpointError(f"there is no folder {str(model)!r}")
+        raise CheckpointError(
+            f"there is no folder {str(model)!r}. Give the path of a folder that exists, or a hub id (owner/name)."
+        )
     folder = _snapshot(model, revision, [CONFIG_FILE, GENERATION_FILE, INDEX_FILE])
     return ModelFiles(model, folder, model)
 

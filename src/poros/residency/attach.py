@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from poros.errors import ConfigError, ResidencyError
-from poros.residency.attachment import Attachment, attachment_of, compute_device
+from poros.errors import ConfigError, ResidencyError, UnsupportedModelError
+from poros.residency.attachment import Attachment, attachment_of, check_settings, compute_device
 from poros.residency.layer import refuse_kinds
 from poros.residency.report import Report
 from poros.residency.transfer import return_cached_memory
@@ -53,6 +53,11 @@ def prepare(
         ConfigError: a setting is out of its limits, or differs from those that the model is prepared with.
         ResidencyError: the model cannot be prepared as it is; the message says what to do.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"prepare takes a model that is loaded, not a {type(model).__name__}. "
+            "To load one from a hub id or a folder so that it streams, use poros.load."
+        )
     attachment = attachment_of(model)
     if attachment is not None:
         _check_same_settings(attachment, block_size, slots, device, poison, checksum)
@@ -112,7 +117,9 @@ def report(model: nn.Module) -> Report:
 def _check_same_settings(
     attachment: Attachment, block_size: Any, slots: Any, device: Any, poison: Any, checksum: Any
 ) -> None:
-    wanted = {"block_size": block_size, "slots": slots, "poison": poison, "checksum": checksum}
+    asked = {"block_size": block_size, "slots": slots, "poison": poison, "checksum": checksum, "device": device}
+    check_settings(block_size, slots)
+    wanted = dict(asked)
     wanted["device"] = None if device is None else compute_device(device)
     if block_size is not None:
         wanted["block_size"] = min(block_size, len(attachment.layers))
@@ -122,7 +129,7 @@ def _check_same_settings(
         present = getattr(attachment, name)
         if value is not None and value != present:
             raise ConfigError(
-                f"the model is already prepared with {name}={present}, so not with {name}={value}. "
+                f"the model is already prepared with {name}={present}, so not with {name}={asked[name]}. "
                 "Call poros.unprepare(model) first."
             )
 

@@ -16,7 +16,7 @@ from poros.residency.cleanup import Cleanup
 from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
 from poros.residency.layout import Layout
-from poros.residency.report import Report, guarantee, precision
+from poros.residency.report import REPACKING, Report, guarantee, precision
 from poros.residency.schedule import Schedule
 from poros.residency.store import HostStore
 from poros.residency.transfer import Transfer, device_free_bytes, return_cached_memory
@@ -51,14 +51,15 @@ class Attachment:
         poison: bool = False,
         checksum: bool = False,
     ) -> None:
+        check_settings(block_size, slots)
         self.decoder: Decoder = find_decoder(model)
-        _check_settings(block_size, slots)
         _refuse_wrappers(model, self.decoder)
         self.model = model
         self.device = compute_device(device)
         self.block_size = min(block_size, len(self.decoder.layers))
         self.slots = min(slots or (3 if self.block_size == 1 else 2), self.num_blocks)
         self.poison, self.checksum = poison, checksum
+        self.repacking_off = False  # whether the CPU would repack 4-bit weights in an evaluation
         self.layers: list[StreamedLayer] = []
         self.store = HostStore(self.device)
         self.casts = CastBlock(self.device)
@@ -216,6 +217,8 @@ class Attachment:
         streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
         rest = [t for t in (*self.model.parameters(), *self.model.buffers()) if id(t) not in streamed]
         notes = [] if self.store.lock_error is None else [self.store.lock_error]
+        if self.repacking_off:
+            notes.append(REPACKING)
         return Report(
             model_type=self.decoder.model_type,
             precision=precision(self.layers),
@@ -261,6 +264,7 @@ class Attachment:
             # On some CPUs an evaluation would repack these weights in place.
             if getattr(inner, "support_avx512bf16_for_cpu", False):
                 self._overrides.set(inner, "support_avx512bf16_for_cpu", False)
+                self.repacking_off = True
 
     def _shared_tensors(self) -> set[int]:
         """Ids of tensors that belong to more than one layer, or to a layer and the rest: they stay resident."""
@@ -296,7 +300,10 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     """``device`` with its index, or the default: the current CUDA device if there is one, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device {device!r} is not a device; use 'cuda', 'cuda:0' or 'cpu'") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {str(device)!r} is not supported; use 'cuda' or 'cpu'")
     if device.type == "cuda":
@@ -307,8 +314,12 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def _check_settings(block_size: int, slots: int | None) -> None:
-    if block_size < 1:
+def check_settings(block_size: int | None, slots: int | None) -> None:
+    """Refuse sizes that are no sizes."""
+    for name, value in ("block_size", block_size), ("slots", slots):
+        if value is not None and type(value) is not int:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
+    if block_size is not None and block_size < 1:
         raise ConfigError(f"block_size is {block_size}; it must be at least 1 (layers a block)")
     if slots is not None and slots < 1:
         raise ConfigError(f"slots is {slots}; it must be at least 1 (2 or more let copies overlap the computation)")

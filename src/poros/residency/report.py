@@ -7,6 +7,12 @@ import torch
 from poros.residency.layer import StreamedLayer
 from poros.units import format_bytes
 
+REPACKING = (
+    "bitsandbytes would repack 4-bit weights for this CPU's AVX512-BF16 in every evaluation, and train on with other "
+    "kernels after it; that is off while the model is prepared. A resident run to compare with needs "
+    "support_avx512bf16_for_cpu = False on each Linear4bit"
+)
+
 
 @dataclass
 class Report:

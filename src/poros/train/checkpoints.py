@@ -111,6 +111,13 @@ def complete_checkpoints(output: Path) -> list[Checkpoint]:
     return sorted((checkpoint for checkpoint in found if checkpoint is not None), key=lambda found: found.step)
 
 
+def damaged_checkpoints(output: Path) -> list[Path]:
+    """Folders in ``output`` that have a checkpoint's name and are not complete, oldest first."""
+    complete = {checkpoint.folder for checkpoint in complete_checkpoints(output)}
+    named = {folder: match for folder in output.iterdir() if (match := _NAME.fullmatch(folder.name))}
+    return sorted((folder for folder in named if folder not in complete), key=lambda folder: int(named[folder][1]))
+
+
 def delete_older(output: Path, keep: int) -> None:
     """Delete all checkpoints but the newest ``keep``, and what is left of incomplete ones."""
     kept = {checkpoint.folder for checkpoint in complete_checkpoints(output)[-keep:]}

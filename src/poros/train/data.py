@@ -137,7 +137,10 @@ def _add(dataset: RowDataset, place: Place, encoded: Encoded, max_length: int, t
     length = len(encoded.input_ids)
     if length > max_length:
         if truncation == "error":
-            raise RowError(f"{length} tokens, and data.max_length is {max_length}; raise it or set data.truncation")
+            raise RowError(
+                f"{length} tokens, and data.max_length is {max_length}; raise it, or set data.truncation to "
+                "keep_start, keep_end or drop"
+            )
         if truncation == "drop":
             dataset.dropped.setdefault(f"longer than {max_length} tokens", []).append(place)
             return

@@ -31,12 +31,17 @@ def check_same_run(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(dict(settings)))
     changed = [name for name in now if checkpoint.settings.get(name) != now[name]]
     if changed:
-        lines = [f"  {name}: then {checkpoint.settings.get(name)!r:.50}, now {now[name]!r:.50}" for name in changed]
+        lines = [f"  {name}: then {_shown(checkpoint.settings.get(name))}, now {_shown(now[name])}" for name in changed]
         raise ConfigError(
             f"{checkpoint.folder}: saved by a run with other settings or data:\n"
             + "\n".join(lines[:_SHOWN])
             + "\nResume with what the run was started with, or start a new one with --overwrite or another output."
         )
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 50 else f"{text[:24]}...{text[-8:]}"
 
 
 def library_versions() -> dict[str, str]:

@@ -1,27 +1,60 @@
 """The output folder of a run: may it be used, and what is in it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from poros.errors import ConfigError
-from poros.train.checkpoints import Checkpoint, complete_checkpoints, delete_partial, is_partial
+from poros.train.checkpoints import Checkpoint, complete_checkpoints, is_partial
+
+_LOCK = ".poros.lock"
 
 
-def claim_output(output: Path, *, resume: bool, overwrite: bool) -> Checkpoint | None:
-    """Check that a run may write to ``output``, without writing anything yet.
+@contextmanager
+def claimed_output(output: Path, *, resume: bool, overwrite: bool) -> Iterator[Checkpoint | None]:
+    """Hold ``output`` for one run. Nothing in it is changed; a folder made for it goes again if it stays empty.
 
-    Returns:
+    Yields:
         With ``resume``, the newest complete checkpoint.
 
     Raises:
-        ConfigError: it is a file or cannot be written, it holds something and neither ``resume`` nor ``overwrite`` is
-            given, or there is nothing to resume.
+        ConfigError: it is a file or cannot be written, another run is writing there, it holds something and neither
+            ``resume`` nor ``overwrite`` is given, or there is nothing to resume.
     """
     if resume and overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite deletes it: give one of the two.")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output}: is a file, and the output has to be a folder. Set output to another path.")
     _check_writable(output)
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    lock = FileLock(output / _LOCK)
+    try:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ConfigError(
+                f"{output}: another run is writing to it now. Wait until that has ended, or set output to another "
+                "folder."
+            ) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"{output}: cannot be created: {reason}. Set output to another folder.") from None
+        yield _choose_checkpoint(output, resume, overwrite)
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):
+                os.unlink(lock.lock_file)  # while it is ours
+            lock.release()
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def _choose_checkpoint(output: Path, resume: bool, overwrite: bool) -> Checkpoint | None:
     if resume:
         checkpoints = complete_checkpoints(output)
         if not checkpoints:
@@ -29,7 +62,7 @@ def claim_output(output: Path, *, resume: bool, overwrite: bool) -> Checkpoint |
                 f"{output}: nothing to resume, it holds no complete checkpoint. Run without --resume to start the run."
             )
         return checkpoints[-1]
-    held = sorted(path.name for path in output.iterdir() if not is_partial(path)) if output.is_dir() else []
+    held = sorted(path.name for path in output.iterdir() if not is_partial(path) and path.name != _LOCK)
     if held and not overwrite:
         names = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
         raise ConfigError(
@@ -37,15 +70,6 @@ def claim_output(output: Path, *, resume: bool, overwrite: bool) -> Checkpoint |
             "run's checkpoints and adapter, or set output to another folder."
         )
     return None
-
-
-def make_output(output: Path) -> None:
-    """Create the folder of a run that is about to start, without what an earlier one was killed in the middle of."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        delete_partial(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be created: {error.strerror}. Set output to another folder.") from None
 
 
 def describe_output(output: Path) -> str:

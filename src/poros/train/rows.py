@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,12 +90,19 @@ def _kind(row: dict[str, Any]) -> Kind:
     return found[0]
 
 
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list):
         raise RowError(f"'messages' is a JSON {_json_type(messages)}; it must be a list of messages")
     for position, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RowError(f"message {position} must be an object with a 'role' and a 'content'")
+        role = message["role"]
+        if role not in _ROLES and get_close_matches(role.lower(), _ROLES, cutoff=0.75):
+            meant = get_close_matches(role.lower(), _ROLES, n=1)[0]
+            raise RowError(f"message {position} has the role {role!r}; did you mean {meant!r}?")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RowError(f"the content of message {position} is a JSON {_json_type(content)}; it must be text")

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,19 @@ import poros
 from poros.config import RunConfig
 from poros.errors import ConfigError, DataError, PorosError
 from poros.model.adapter import add_lora
-from poros.train.checkpoints import ADAPTER, Checkpoint, complete_checkpoints, delete_run, export_adapter
+from poros.train.checkpoints import (
+    ADAPTER,
+    Checkpoint,
+    complete_checkpoints,
+    damaged_checkpoints,
+    delete_partial,
+    delete_run,
+    export_adapter,
+)
 from poros.train.collate import PaddingCollator
 from poros.train.identity import bits_depend_on, changed_versions, check_same_run, library_versions
 from poros.train.interrupt import Interrupted, StopRequest, stop_request
-from poros.train.output import claim_output, describe_output, make_output
+from poros.train.output import claimed_output, describe_output
 from poros.train.progress import ProgressCallback
 from poros.train.run_data import RunData, read_data
 from poros.train.trainer import AdapterTrainer, training_arguments
@@ -50,9 +58,9 @@ def run(
     """
     console = console or Console(stderr=True)
     output = Path(config.output)
-    checkpoint = claim_output(output, resume=resume, overwrite=overwrite)
     try:
-        return _run(config, output, checkpoint, overwrite, console)
+        with claimed_output(output, resume=resume, overwrite=overwrite) as checkpoint:
+            return _run(config, output, checkpoint, overwrite, console)
     except Interrupted:
         raise
     except KeyboardInterrupt:
@@ -68,13 +76,15 @@ def run(
 def _run(
     config: RunConfig, output: Path, checkpoint: Checkpoint | None, overwrite: bool, console: Console
 ) -> RunResult:
+    device = _device(config.model.device)
     data = read_data(config)
     _say(console, *(f"data   {line}" for line in data.train.summary(config.train.batch_size)))
-    device = _device(config.model.device)
     dtype = _dtype(config.model.dtype, device)
     settings = bits_depend_on(config, data.train.digest(), device.type, dtype)
     if checkpoint is not None:
         check_same_run(checkpoint, settings)
+        damaged = [folder.name for folder in damaged_checkpoints(output)]
+        _say(console, *(f"note   {name} is incomplete or damaged, and left alone" for name in damaged))
         _say(console, f"resume from step {checkpoint.step}", *changed_versions(checkpoint))
     if checkpoint is None or not checkpoint.is_last():
         with _quiet_libraries():
@@ -83,7 +93,7 @@ def _run(
                 _say(console, str(poros.report(model)))
             if overwrite:
                 delete_run(output)
-            make_output(output)
+            delete_partial(output)
             with stop_request(lambda text: _say(console, text)) as stop:
                 _train(_trainer(config, model, data, settings, stop), checkpoint, console)
         checkpoint = complete_checkpoints(output)[-1]
@@ -147,13 +157,10 @@ def _trainer(
 def _train(trainer: AdapterTrainer, checkpoint: Checkpoint | None, console: Console) -> None:
     progress = ProgressCallback(console, lambda: trainer.num_tokens)
     trainer.add_callback(progress)
-    output = Path(trainer.args.output_dir)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint.folder))
     finally:
         progress.close()
-        with suppress(OSError):  # not empty: it holds checkpoints
-            output.rmdir()
 
 
 def _device(wanted: str) -> torch.device:
