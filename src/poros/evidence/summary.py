@@ -165,7 +165,6 @@ def seconds_text(seconds: float, std: float | None = None) -> str:
 
 
 def _columns() -> Iterable[Column]:
-    yield Column("parity", "parity", "parity")
     yield Column("s_per_step", "s/step", "s/step")
     yield Column("passes", "s/step of each pass", "each pass")
     yield Column("tokens_per_s", "tokens/s", "tokens/s")
@@ -175,6 +174,7 @@ def _columns() -> Iterable[Column]:
         yield Column(f"{name}_bytes", f"{name} GiB", name, "GiB on the card")
     for name in ("peak", "locked"):
         yield Column(f"host_{name}_bytes", f"host {name} GiB", name, "GiB of host memory")
+    yield Column("parity", "parity", "parity")
 
 
 def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[ParityRow]) -> Group:

@@ -46,7 +46,7 @@ const median = (values) => {
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw * 0.999);
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw * 0.75);
   const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   const values = [];
   for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-6; number++) values.push(number * step);
@@ -88,14 +88,14 @@ function drawMemory(plot, group) {
 function label(link, point, taken, box) {
   const width = textWidth(point.one.label);
   const clear = (rect) =>
-    rect[0] >= 0 && rect[2] <= box.right + 12 && rect[1] >= box.top - 12 && rect[3] <= box.bottom &&
+    rect[0] >= 0 && rect[2] <= box.right + 10 && rect[1] >= box.top - 12 && rect[3] <= box.bottom &&
     !taken.some((other) => rect[0] < other[2] && rect[2] > other[0] && rect[1] < other[3] && rect[3] > other[1]);
   for (const far of [0, 18, 34, 50, 66, 84, 104, 126]) {
     for (const [dx, dy] of [[1, 0], [-1, 0], [0.3, -1], [-0.3, -1], [0.3, 1], [-0.3, 1], [1, -1], [1, 1], [-1, -1], [-1, 1]]) {
       if (far && !dy) continue;
       const left = point.x + (dy && Math.abs(dx) < 1 ? dx * 30 - width / 2 : dx > 0 ? 9 : -9 - width);
       const base = point.y + 4 + dy * (far || 16);
-      const rect = [left - 2, base - 11, left + width + 2, base + 4];
+      const rect = [left - 2, base - 11, left + width + 3, base + 4];
       if (!clear(rect)) continue;
       taken.push(rect);
       draw(link, "text", { x: left, y: base }, point.one.label);
@@ -138,11 +138,9 @@ function drawSpread(plot, group) {
   for (const one of methods) {
     const link = rowLink(svg, one, `${one.label}: ${one.shown} s/step`);
     const middle = top + (narrow ? 18 : 0) + (one.passes.length * passHeight) / 2 + 2;
-    if (narrow) draw(link, "text", { x: 0, y: top + 12 }, `${one.label}  ${one.shown} s`);
-    else {
-      draw(link, "text", { x: 0, y: middle + 4 }, one.label);
-      draw(link, "text", { x: width, y: middle + 4, "text-anchor": "end" }, `${one.shown} s`);
-    }
+    const base = narrow ? top + 12 : middle + 4;
+    draw(link, "text", { x: 0, y: base }, one.label);
+    draw(link, "text", { x: width, y: base, "text-anchor": "end" }, `${one.shown} s`);
     one.passes.forEach((seconds, number) => {
       const y = middle + (number - (one.passes.length - 1) / 2) * passHeight;
       for (const value of seconds) step(link, one, off(one, value), limit, x, y, box);
