@@ -9,7 +9,6 @@ import yaml
 
 from poros.errors import ConfigError
 from poros.evidence.engines.base import METHODS, CellRequest, Lora, describe
-from poros.evidence.engines.stream_loop import plan_visits
 from poros.evidence.matrix import order
 from poros.evidence.spec import BenchSpec, describe_spec, first_difference, load_spec
 from tests import tiny_run
@@ -175,24 +174,3 @@ def a_request() -> CellRequest:
         "cache": "c", "record": "r.json",
     }  # fmt: skip
     return CellRequest(**fields)
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
-def test_the_bare_loop_copies_no_layer_that_is_still_there(num_slots: int) -> None:
-    """Every visit finds its layer in its slot, and no copy overwrites what a visit before it still needs."""
-    num_layers, content = 7, (None,) * num_slots
-    for step in range(3):
-        visits, after = plan_visits(num_layers, content)
-        assert [visit.layer for visit in visits] == [*range(num_layers), *reversed(range(num_layers))]
-        assert [visit.backward for visit in visits] == [False] * num_layers + [True] * num_layers
-        slots = list(content)
-        last_use = [-1] * num_slots
-        for position, visit in enumerate(visits):
-            assert visit.load == (visit.layer not in slots)
-            assert visit.after == last_use[visit.slot]
-            slots[visit.slot] = visit.layer
-            last_use[visit.slot] = position
-        assert tuple(slots) == after
-        if step:  # the turns at both ends cost no copies
-            assert sum(visit.load for visit in visits) == 2 * num_layers - 2 * num_slots
-        content = after
