@@ -333,7 +333,7 @@ def test_run_shows_one_pass_of_each_and_adds_to_a_file(
         assert said.exit_code == 0, said.output
     assert "one/planted  pass 1 of 1  out_of_memory: MemoryError: one byte more than there is" in said.stdout
     assert "two/poros-bs2  pass 1 of 1  0." in said.stdout
-    assert "6 rows added" in said.stdout
+    assert f"added to {rows}: 6 rows" in said.stdout
     added = read_rows(rows)
     assert len(added) == 12
     assert len({row.run_id for row in added}) == 2

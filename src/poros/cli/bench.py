@@ -46,7 +46,7 @@ def run(
     rows = run_matrix(spec, folder, typer.echo, passes=1)
     for row in rows:
         append_row(rows_file, row)
-    typer.echo(f"{len(rows)} rows added to {rows_file}")
+    typer.echo(f"added to {rows_file}: {len(rows)} rows")
     if any(row.status != "ok" for row in rows):
         typer.echo(f"what the methods said is in {folder / 'logs'}")
     else:

@@ -106,7 +106,7 @@ class MethodSpec(_Group):
         """What tables call it."""
         parts = [self.engine.title]
         parts += [f"block size {self.block_size}"] if self.block_size is not None else []
-        parts += [f"{self.slots} slots"] if self.slots is not None else []
+        parts += [f"{self.slots} slot{'s' * (self.slots > 1)}"] if self.slots is not None else []
         parts += [f"{name} {value}" for name, value in self.options.items()]
         return self.label or ", ".join(parts)
 
