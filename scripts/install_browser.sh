@@ -7,7 +7,9 @@ for name in chromium chromium-browser google-chrome google-chrome-stable; do
     command -v "$name" >/dev/null && exit 0
 done
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null && exit 0
+    timeout 60 apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive timeout 180 apt-get install -y -qq --no-install-recommends chromium >/dev/null &&
+        exit 0
 fi
-"$1" install chromium || echo "No browser could be installed: the test of the results page will be skipped." >&2
+timeout 180 "$1" install chromium || echo "No browser could be installed: the test of the results page will be skipped." >&2
 exit 0

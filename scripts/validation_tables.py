@@ -41,7 +41,7 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     original = next(row for row in rows if row["method"] == "poros-train")
     for row in rows:
-        name = row["method"] + (f", block size {row['block_size']}" if row["block_size"] else "")
+        name = row["method"] + (f", block size {row['block_size']}, {row['slots']} slots" if row["block_size"] else "")
         peaks = [f"{row[key] / 2**30:.2f}" for key in ("allocated_bytes", "reserved_bytes", "process_bytes")]
         passes = sorted(row["passes"][0])
         spread = f"{passes[0]:.2f} to {passes[-1]:.2f}"
@@ -66,6 +66,10 @@ def render() -> str:
     lora = (
         "LoRA r=16, alpha 32, dropout 0.05 on all linears (fp32), NF4 with double quantisation, AdamW, clipping at 1.0"
     )
+    controls = "; ".join(
+        f"{row['model']} {row['path']}: {row['control_steps']} of {row['steps']} steps"
+        for row in sorted(parity, key=lambda row: (row["model"], row["path"]))
+    )
     setting = f"{speed[0]['model']} shape, random weights, batch 1, {speed[0]['seq_len']} tokens; {lora}"
     return f"""# Validation
 
@@ -73,7 +77,7 @@ Written by `scripts/validation_tables.py` from the result rows in this folder; d
 
 ## Parity: eager engine (`h200_parity_eager.jsonl`)
 
-By `tests/test_gpu_parity.py`, run by `scripts/gpu_parity_campaign.sh`. A resident model, its repetition (the control) and a streamed model step side by side; after each step every tensor of six surfaces ({", ".join(SURFACES)}) is compared with `torch.equal`. The control was equal in all runs. `strict` is flash attention with deterministic algorithms, `math` the plain attention. Random weights of the real configuration, 512 tokens; {lora}.
+By `poros parity`, run by `scripts/gpu_parity_campaign.sh`; `poros bench verify` accepts the rows. A resident model, its repetition (the control) and a streamed model step side by side; after each step every tensor of six surfaces ({", ".join(SURFACES)}) is compared bit by bit. The control was equal in all runs ({controls}). `strict` is flash attention with deterministic algorithms, `math` the plain attention. Random weights of the real configuration, 512 tokens; {lora}.
 
 {parity_table(parity)}
 

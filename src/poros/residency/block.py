@@ -25,7 +25,7 @@ from poros.residency.caches import fresh_cache, refuse_left_empty, with_private_
 from poros.residency.capture import captured_outputs, refuse_compiling
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
-from poros.residency.inventory import Trainables
+from poros.residency.inventory import Inventory
 from poros.residency.layer import StreamedLayer
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
@@ -73,8 +73,8 @@ def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any
 
 def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     residency.cleanup.finish()
-    trainables = layer.walk(residency.device)
-    if len(trainables.inventory.modules) != layer.num_guarded:
+    inventory = layer.walk(residency.device)
+    if len(inventory.modules) != layer.num_guarded:
         residency.guard_inside(layer)
     refuse_left_empty(layer, (*args, *kwargs.values()))
     if not torch.is_grad_enabled():
@@ -82,7 +82,7 @@ def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[An
             return run_layer(layer, args, kwargs)
     seen = "hidden_states" in captured_outputs() or is_hooked(layer)
     args, kwargs = with_private_caches(layer, args, kwargs)
-    call = Call(residency, layer, trainables, (args, kwargs), shared=seen)
+    call = Call(residency, layer, inventory, (args, kwargs), shared=seen)
     if not any(tensor.requires_grad for tensor in call.tensors):
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
@@ -118,7 +118,7 @@ class Call:
     Args:
         residency: The prepared model.
         layer: The layer.
-        trainables: What :meth:`StreamedLayer.walk` found for this call.
+        inventory: What :meth:`StreamedLayer.walk` found for this call.
         arguments: ``(args, kwargs)``.
         shared: Whether the inputs may be used outside the layer too; see [Note: sums in order].
     """
@@ -127,22 +127,22 @@ class Call:
         self,
         residency: Residency,
         layer: StreamedLayer,
-        trainables: Trainables,
+        inventory: Inventory,
         arguments: tuple[Any, Any],
         *,
         shared: bool,
     ) -> None:
         self.residency = residency
         self.layer = layer
-        self.trainables = trainables
+        self.trainables = inventory.trainables()
         self._mappings = mappings(arguments)  # the caller's own, which the layer may write to
         self.tensors: list[torch.Tensor] = []  # input tensors, then trainable parameters, until autograd has them
         self.template = flatten(arguments, self.tensors)
         self.needs_grad = [tensor.requires_grad for tensor in self.tensors]
-        self.tensors += trainables.parameters
+        self.tensors += self.trainables.parameters
         self.shared = shared or (bool(self._mappings) and any(self.needs_grad[1:]))
         self.num_uses: list[int] = []  # of each input that needs a gradient, if they are returned one by one
-        self.snapshot = Snapshot(trainables.inventory, residency.device)
+        self.snapshot = Snapshot(inventory, residency.device)
         self.carriers = _carriers(residency, layer)
         self.result: Any = None  # the template of what the layer returned and wrote
         self.prints: list[int] | None = None  # debugging: checksums of the outputs

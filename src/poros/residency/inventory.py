@@ -31,12 +31,10 @@ class Trainables:
     """What of a layer is trainable at the time of one forward.
 
     Attributes:
-        inventory: The layer's modules and tensors then.
         places: Where the parameters hang; one that hangs twice has two places.
         parameters: The distinct ones, in the layer's order.
     """
 
-    inventory: "Inventory"
     places: list[_Place]
     parameters: list[nn.Parameter]
 
@@ -108,7 +106,7 @@ class Inventory:
         if self._trainables is None or flags != self._flags:
             parameters = list(compress(self.others, flags))
             ids = set(map(id, parameters))
-            self._trainables = Trainables(self, [place for place in self._places if id(place[2]) in ids], parameters)
+            self._trainables = Trainables([place for place in self._places if id(place[2]) in ids], parameters)
             self._flags = flags
         return self._trainables
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from poros.errors import ResidencyError, UnsupportedModelError
 from poros.residency.casts import Carriers
-from poros.residency.inventory import Inventory, Trainables, descendants
+from poros.residency.inventory import Inventory, descendants
 from poros.residency.layout import Layout, plan_layout
 from poros.residency.window import Window
 from poros.units import format_bytes
@@ -214,8 +214,8 @@ class StreamedLayer:
             replaced = tensor.data_ptr() != master.data_ptr() and not _is_packed(name, tensor)
             tensor.data = tensor.data.to(home) if replaced else master.to(home)
 
-    def walk(self, device: torch.device) -> Trainables:
-        """Find what is trainable now, and see to it that what does not stream is on ``device``.
+    def walk(self, device: torch.device) -> Inventory:
+        """Find what the layer holds now, and see to it that what does not stream is on ``device``.
 
         Adapters may be added, frozen, switched or deleted at any time, so what is remembered is checked at each visit.
 
@@ -237,7 +237,7 @@ class StreamedLayer:
             if tensor.device != device:
                 with torch.inference_mode(False):
                     tensor.data = tensor.data.to(device)
-        return found.trainables()
+        return found
 
     def _adopt(self, index: int, device: torch.device) -> None:
         """Keep a tensor that was replaced by the user on the device, as it is now."""
