@@ -17,6 +17,7 @@ from poros.errors import (
 )
 
 if TYPE_CHECKING:
+    from poros import nn as nn
     from poros.model.build import load as load
     from poros.residency.attach import prepare as prepare
     from poros.residency.attach import report as report
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "load",
+    "nn",
     "prepare",
     "report",
     "unprepare",
@@ -49,6 +51,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module("poros.nn")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'poros' has no attribute {name!r}")

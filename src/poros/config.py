@@ -103,6 +103,8 @@ class TrainConfig(_Section):
     """Weight decay of AdamW."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens whose logits exist at once, such as 256, to save memory; those of the whole batch if left out."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the adapter's first values, the order of the rows, and dropout."""
     save_steps: int = Field(default=50, ge=1)

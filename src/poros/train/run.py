@@ -24,6 +24,7 @@ from poros.train.checkpoints import (
     delete_run,
     export_adapter,
 )
+from poros.train.chunked_loss import ChunkedCausalLMLoss
 from poros.train.collate import PaddingCollator
 from poros.train.identity import bits_depend_on, changed_versions, check_same_run, library_versions
 from poros.train.interrupt import Interrupted, StopRequest, stop_request
@@ -89,13 +90,14 @@ def _run(
     if checkpoint is None or not checkpoint.is_last():
         with _quiet_libraries():
             model = _build(config, data, device, dtype)
+            loss = _chunked_loss(config, model)
             if config.model.stream:
                 _say(console, str(poros.report(model)))
             if overwrite:
                 delete_run(output)
             delete_partial(output)
             with stop_request(lambda text: _say(console, text)) as stop:
-                _train(_trainer(config, model, data, settings, stop), checkpoint, console)
+                _train(_trainer(config, model, loss, data, settings, stop), checkpoint, console)
         checkpoint = complete_checkpoints(output)[-1]
         if not checkpoint.is_last():
             raise Interrupted(f"Stopped after step {checkpoint.step}. {describe_output(output)}")
@@ -136,8 +138,22 @@ def _build(config: RunConfig, data: RunData, device: torch.device, dtype: str) -
     )
 
 
+def _chunked_loss(config: RunConfig, model: Any) -> ChunkedCausalLMLoss | None:
+    """The loss that stands in for the model's own, if the settings want one."""
+    if config.train.loss_chunk_tokens is None:
+        return None
+    loss = ChunkedCausalLMLoss(config.train.loss_chunk_tokens)
+    loss.check(model)
+    return loss
+
+
 def _trainer(
-    config: RunConfig, model: Any, data: RunData, settings: Mapping[str, Any], stop: StopRequest
+    config: RunConfig,
+    model: Any,
+    loss: ChunkedCausalLMLoss | None,
+    data: RunData,
+    settings: Mapping[str, Any],
+    stop: StopRequest,
 ) -> AdapterTrainer:
     on_cpu = not any(parameter.is_cuda for parameter in model.parameters() if parameter.requires_grad)
     return AdapterTrainer(
@@ -151,6 +167,7 @@ def _trainer(
         versions=library_versions(),
         keep=config.train.save_total_limit,
         stop=stop,
+        loss=loss,
     )
 
 

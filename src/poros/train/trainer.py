@@ -12,6 +12,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from poros.config import TrainConfig
 from poros.model.adapter import save_adapter
 from poros.train.checkpoints import checkpoint_folder, complete_checkpoints, delete_older, whole_folder, write_manifest
+from poros.train.chunked_loss import ChunkedCausalLMLoss
 from poros.train.guards import check_adapter, check_gradients, check_loss, modules_that_run
 from poros.train.interrupt import StopRequest
 
@@ -58,6 +59,7 @@ class AdapterTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         versions: of the libraries that compute them; kept as well.
         keep: checkpoints to keep.
         stop: looked at after every step.
+        loss: computes the loss in place of the model.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class AdapterTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         versions: Mapping[str, str],
         keep: int,
         stop: StopRequest,
+        loss: ChunkedCausalLMLoss | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -77,6 +80,7 @@ class AdapterTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
         self._settings = settings
         self._versions = versions
         self._keep = keep
+        self._loss = loss
         self._partial: Path | None = None  # the folder being filled, while a checkpoint is saved
         self._checked_gradients = False
 
@@ -91,6 +95,19 @@ class AdapterTrainer(Trainer):  # type: ignore[misc]  # transformers is not type
             check_gradients(model, ran)
             self._checked_gradients = True
         return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss of one batch as its share of the mean over the step's tokens, and on request the (no) outputs."""
+        if self._loss is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = self._loss(model, inputs, num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The loss on the evaluation rows; the random state stays, so that training does not depend on it."""
