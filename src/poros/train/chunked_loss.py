@@ -64,7 +64,7 @@ class ChunkedCausalLMLoss(nn.Module):
     ``Trainer`` puts one there with ``bf16=True``) does not run. Sums are in another order than in the model's own loss:
     values agree closely, not to the bit. Between a streamed and a resident run that both use it, all bits agree.
 
-    The logits' memory is about four times ``chunk_tokens * vocabulary * 4`` bytes while a chunk is differentiated.
+    While a chunk is differentiated it takes three to four times ``chunk_tokens * vocabulary * 4`` bytes.
     Trainable parameters of the head get the sum over the chunks, added up in float32 if they are of a lower precision.
 
     Args:
