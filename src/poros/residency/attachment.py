@@ -16,10 +16,11 @@ from poros.residency.cleanup import Cleanup
 from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
 from poros.residency.layout import Layout
+from poros.residency.replay import Replays
 from poros.residency.report import REPACKING, Report, guarantee, precision
 from poros.residency.schedule import Schedule
 from poros.residency.store import HostStore
-from poros.residency.transfer import Transfer, device_free_bytes, return_cached_memory
+from poros.residency.transfer import Transfer, device_free_bytes, recorder, return_cached_memory
 from poros.residency.window import Window
 from poros.units import format_bytes
 
@@ -39,6 +40,7 @@ class Attachment:
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite slots before they are refilled (debugging).
         checksum: Compare each layer's recomputed output with its forward's (debugging).
+        replay: Record visits as CUDA graphs, and replay them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Attachment:
         device: torch.device | str | None = None,
         poison: bool = False,
         checksum: bool = False,
+        replay: bool = False,
     ) -> None:
         check_settings(block_size, slots)
         self.decoder: Decoder = find_decoder(model)
@@ -59,6 +62,8 @@ class Attachment:
         self.block_size = min(block_size, len(self.decoder.layers))
         self.slots = min(slots or (3 if self.block_size == 1 else 2), self.num_blocks)
         self.poison, self.checksum = poison, checksum
+        self.replay = replay
+        self.replays: Replays | None = None  # there are none before finish()
         self.repacking_off = False  # whether the CPU would repack 4-bit weights in an evaluation
         self.layers: list[StreamedLayer] = []
         self.store = HostStore(self.device)
@@ -116,6 +121,8 @@ class Attachment:
         transfer = Transfer(self.device)
         schedule = Schedule(self.num_blocks)
         self.window = Window(self.store.blocks, self.slots, transfer, schedule, poison=self.poison)
+        if self.replay and self.device.type == "cuda":
+            self.replays = Replays(recorder(self.device), transfer)
         for layer in self.layers:
             self._install(layer)
         self.guard(self.model)
@@ -187,6 +194,9 @@ class Attachment:
                 "it into a model on another device."
             )
         self.cleanup.finish()
+        if self.replays is not None:
+            self.replays.forget()
+        self.replays = None
         self._views.clear()
         if self.window is not None:
             self.window.close()

@@ -25,8 +25,9 @@ from poros.residency.caches import fresh_cache, refuse_left_empty, with_private_
 from poros.residency.capture import captured_outputs, refuse_compiling
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
-from poros.residency.inventory import Inventory
+from poros.residency.inventory import Inventory, Place
 from poros.residency.layer import StreamedLayer
+from poros.residency.replay import Program, Replays
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
 from poros.residency.tree import flatten, mappings, unflatten
@@ -43,6 +44,7 @@ class Residency(Protocol):
     cleanup: Cleanup
     lock: AbstractContextManager[Any]
     checksum: bool
+    replays: Replays | None
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]: ...
 
@@ -50,17 +52,26 @@ class Residency(Protocol):
 
 
 @contextmanager
-def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterator[None]:
-    """The layer's frozen tensors are real on the device inside, and host masters again after."""
+def holding(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterator[int]:
+    """The layer's bytes are in the slot that is yielded, until the body ends."""
     window = residency.window
     slot = window.acquire(layer.block, phase)
+    with residency.cleanup.ensured(lambda: window.release(slot)):
+        yield slot
 
-    def leave() -> None:
-        layer.unbind()
-        window.release(slot)
 
-    with residency.cleanup.ensured(leave):
-        layer.bind(residency.views(slot, layer), window)
+@contextmanager
+def bound(residency: Residency, layer: StreamedLayer, slot: int) -> Iterator[None]:
+    """The layer's frozen tensors are those in ``slot`` inside, and host masters again after."""
+    with residency.cleanup.ensured(layer.unbind):
+        layer.bind(residency.views(slot, layer), residency.window)
+        yield
+
+
+@contextmanager
+def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterator[None]:
+    """The layer's frozen tensors are real on the device inside, and host masters again after."""
+    with holding(residency, layer, phase) as slot, bound(residency, layer, slot):
         yield
 
 
@@ -134,6 +145,7 @@ class Call:
     ) -> None:
         self.residency = residency
         self.layer = layer
+        self.inventory = inventory
         self.trainables = inventory.trainables()
         self._mappings = mappings(arguments)  # the caller's own, which the layer may write to
         self.tensors: list[torch.Tensor] = []  # input tensors, then trainable parameters, until autograd has them
@@ -146,6 +158,7 @@ class Call:
         self.carriers = _carriers(residency, layer)
         self.result: Any = None  # the template of what the layer returned and wrote
         self.prints: list[int] | None = None  # debugging: checksums of the outputs
+        self.program: Program | None = None  # if the forward was replayed: that of which it was
 
     def run(self) -> Any:
         """Run the layer forward, tell autograd about it, and return what the layer returned."""
@@ -157,17 +170,28 @@ class Call:
         self.tensors = []  # saved by autograd now, which also checks that nobody changes them
         return self._collect(returned)
 
+    @property
+    def num_mappings(self) -> int:
+        """Mappings among the arguments, apart from the keyword arguments themselves."""
+        return len(self._mappings) - 1
+
     def _forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
         """Run the layer; return its output tensors without their graph, and which of them require gradients."""
+        replays = self.residency.replays
+        with holding(self.residency, self.layer, Phase.FORWARD) as slot:
+            replayed = None if replays is None else replays.forward(self, slot)
+            return replayed or self._forward_eagerly(tensors, slot)
+
+    def _forward_eagerly(self, tensors: Sequence[torch.Tensor], slot: int) -> tuple[list[torch.Tensor], list[bool]]:
         versions = [tensor._version for tensor in tensors]
         leaves = self._leaves(tensors)
         guarded = [leaf for leaf, needed in zip(leaves, self.needs_grad, strict=True) if needed]
-        with visiting(self.residency, self.layer, Phase.FORWARD), torch.enable_grad(), ExitStack() as stack:
+        with self.bound(slot), torch.enable_grad(), ExitStack() as stack:
             if not guarded:
-                guarded = stack.enter_context(self._stand_ins(self.trainables.parameters))
+                guarded = stack.enter_context(self.stand_ins(self.trainables.parameters))
             for leaf in guarded:
                 leaf.register_hook(self._refuse_inner_gradient)
-            outputs = self._run(leaves)
+            outputs = self.compute(leaves)
         if versions != [tensor._version for tensor in tensors]:
             raise ResidencyError(f"{self.layer.name} changes its input in place, so it cannot be recomputed")
         if self.shared:
@@ -181,16 +205,27 @@ class Call:
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Recompute the layer over reloaded weights; return the gradients of what :meth:`run` gave to autograd."""
+        self.residency.cleanup.finish()
+        replays = self.residency.replays
+        with holding(self.residency, self.layer, Phase.BACKWARD) as slot:
+            found = None if replays is None else replays.backward(self, slot, tensors, grads)
+            if found is None:
+                return self._differentiate_eagerly(tensors, grads, slot)
+        of_inputs = iter(found[: sum(self.needs_grad)])
+        return [next(of_inputs) if needs else None for needs in self.needs_grad] + found[sum(self.needs_grad) :]
+
+    def _differentiate_eagerly(
+        self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], slot: int
+    ) -> list[torch.Tensor | None]:
         num_inputs = len(self.needs_grad)
         leaves, parameters = self._leaves(tensors[:num_inputs]), tensors[num_inputs:]
-        self.residency.cleanup.finish()
-        with visiting(self.residency, self.layer, Phase.BACKWARD):
+        with self.bound(slot):
             with (
                 self.snapshot.restored(self.residency.cleanup),
                 torch.enable_grad(),
-                self._stand_ins(parameters) as stand_ins,
+                self.stand_ins(parameters) as stand_ins,
             ):
-                outputs = self._run(leaves)
+                outputs = self.compute(leaves)
             if self.prints is not None:
                 self._compare(outputs)
             roots = [(out, g) for out, g in zip(outputs, grads, strict=True) if g is not None and out.requires_grad]
@@ -259,7 +294,11 @@ class Call:
             for tensor, needed in zip(tensors, self.needs_grad, strict=False)
         ]
 
-    def _run(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    def bound(self, slot: int) -> AbstractContextManager[None]:
+        """The layer's frozen tensors are those in ``slot`` inside."""
+        return bound(self.residency, self.layer, slot)
+
+    def compute(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run over ``leaves`` and return all output tensors: those of the result, then those written to mappings."""
         args, kwargs = unflatten(self.template, leaves)
         index = self.layer.index
@@ -277,32 +316,48 @@ class Call:
         return outputs
 
     @contextmanager
-    def _stand_ins(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Put a fresh leaf in each trainable parameter's place.
+    def stand_ins(self, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Put a fresh leaf in each trainable parameter's place, with the memory of ``parameters``.
 
         Differentiating with respect to the parameters themselves would run the hooks on them here, and once more
         where the gradient is accumulated.
         """
-        values = zip(self.trainables.parameters, parameters, strict=True)
-        stand_ins = {id(parameter): nn.Parameter(value.data) for parameter, value in values}
-        # What hangs there now may be another object than in the forward (an average swapped in, say).
-        places = [
-            (store, name, stand_ins[id(parameter)], store.get(name))
-            for store, name, parameter in self.trainables.places
+        leaves = [nn.Parameter(value.data) for value in parameters]
+        with self._in_place_of(self.trainables.parameters, leaves, self.trainables.places):
+            yield list(leaves)
+
+    @contextmanager
+    def fixed_in(self, values: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let what neither learns nor streams be ``values`` inside."""
+        trainables = self.trainables
+        fixed = [
+            nn.Parameter(value, requires_grad=False) if isinstance(present, nn.Parameter) else value
+            for present, value in zip(trainables.fixed, values, strict=True)
         ]
+        with self._in_place_of(trainables.fixed, fixed, trainables.fixed_places):
+            yield
+
+    @contextmanager
+    def _in_place_of(
+        self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], where: Sequence[Place]
+    ) -> Iterator[None]:
+        """Put ``others`` where ``tensors`` hang."""
+        replaced = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
+        # What hangs there now may be another object than in the forward (an average swapped in, say).
+        places = [(store, name, replaced[id(tensor)], store.get(name)) for store, name, tensor in where]
 
         def put_back() -> None:
-            for store, name, stand_in, present in places:
-                if store.get(name) is stand_in:
+            for store, name, other, present in places:
+                if store.get(name) is other:
                     if present is None:
                         del store[name]
                     else:
                         store[name] = present
 
         with self.residency.cleanup.ensured(put_back):
-            for store, name, stand_in, _ in places:
-                store[name] = stand_in
-            yield list(stand_ins.values())
+            for store, name, other, _ in places:
+                store[name] = other
+            yield
 
     def _check_leaves(self, outputs: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Refuse a tensor that learns inside the layer, but is neither its parameter nor its argument.

@@ -10,7 +10,7 @@ from torch import nn
 
 _STORES = attrgetter("_parameters", "_buffers", "_modules")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_Place = tuple[dict[str, Any], str, nn.Parameter]  # (a module's _parameters, name, what hangs there)
+Place = tuple[dict[str, Any], str, nn.Parameter]  # (a module's _parameters, name, what hangs there)
 
 
 def descendants(root: nn.Module) -> list[nn.Module]:
@@ -33,10 +33,13 @@ class Trainables:
     Attributes:
         places: Where the parameters hang; one that hangs twice has two places.
         parameters: The distinct ones, in the layer's order.
+        fixed_places, fixed: The same of what neither learns nor streams.
     """
 
-    places: list[_Place]
+    places: list[Place]
     parameters: list[nn.Parameter]
+    fixed_places: list[Place]
+    fixed: list[nn.Parameter]
 
 
 class Inventory:
@@ -105,10 +108,14 @@ class Inventory:
         flags = list(map(_REQUIRES_GRAD, self.others))
         if self._trainables is None or flags != self._flags:
             parameters = list(compress(self.others, flags))
-            ids = set(map(id, parameters))
-            self._trainables = Trainables([place for place in self._places if id(place[2]) in ids], parameters)
+            fixed = [tensor for tensor, learns in zip(self.others, flags, strict=True) if not learns]
+            self._trainables = Trainables(self._places_of(parameters), parameters, self._places_of(fixed), fixed)
             self._flags = flags
         return self._trainables
+
+    def _places_of(self, tensors: list[nn.Parameter]) -> list[Place]:
+        ids = set(map(id, tensors))
+        return [place for place in self._places if id(place[2]) in ids]
 
     def _values(self) -> Any:
         return chain.from_iterable(map(dict.values, chain.from_iterable(self._stores)))
@@ -116,3 +123,19 @@ class Inventory:
     def _contents(self) -> tuple[list[str], list[int]]:
         names = chain.from_iterable(chain.from_iterable(self._stores))
         return list(names), list(map(id, self._values()))
+
+
+@dataclass(frozen=True)
+class KeptForm:
+    """A layer's form, and what it was found from.
+
+    Attributes:
+        values: Of all attributes of the modules; kept alive, so that no other object can come to have an id of theirs.
+        ids: Their ids.
+        number: The form's.
+    """
+
+    trainables: Trainables
+    values: list[Any]
+    ids: list[int]
+    number: int

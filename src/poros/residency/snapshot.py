@@ -157,6 +157,12 @@ class ModuleStates:
         """Whether a module inside the layer (the layer itself apart) has forward hooks."""
         return any(self._hooks.keys() - {0})
 
+    def values(self) -> Any:
+        """Everything but the hooks, hashable."""
+        flags = tuple(tuple(flag) if isinstance(flag, list) else flag for flag in self._flags)
+        scaling = tuple(tuple(held.items()) for held in self._scaling)
+        return tuple(self._training), flags, scaling, tuple(self._attention)
+
     def apply(self) -> Callable[[], None]:
         """Set the modules to this state; what comes back sets them as they were, to the very same dicts."""
         inventory = self._inventory
@@ -214,9 +220,14 @@ class Snapshot:
     @contextmanager
     def restored(self, cleanup: Cleanup) -> Iterator[None]:
         """Run the body as the forward ran; afterwards everything is as it was before the body."""
-        random, switches = RandomState.now(self._device), _read_switches()
+        with self.random_restored(), self.surroundings_restored(cleanup):
+            yield
+
+    @contextmanager
+    def surroundings_restored(self, cleanup: Cleanup) -> Iterator[None]:
+        """Run the body as the forward ran, with the present random state."""
+        switches = _read_switches()
         with ExitStack() as stack:
-            stack.callback(random.restore, self._device)
             if switches != self._switches:
                 stack.enter_context(cleanup.ensured(lambda: _write_switches(switches)))
                 _write_switches(self._switches)
@@ -225,5 +236,24 @@ class Snapshot:
             for autocast in self._autocast:
                 if autocast.enabled or torch.is_autocast_enabled(autocast.device_type):
                     stack.enter_context(autocast.entered())
+            yield
+
+    @contextmanager
+    def random_restored(self) -> Iterator[None]:
+        """Run the body with the random state that the forward had found."""
+        random = RandomState.now(self._device)
+        try:
             self._random.restore(self._device)
             yield
+        finally:
+            random.restore(self._device)
+
+    @property
+    def under_autocast(self) -> bool:
+        """Whether the forward ran under an autocast."""
+        return any(autocast.enabled for autocast in self._autocast)
+
+    def kernel_choice(self) -> Any:
+        """What the choice of kernels depends on besides the arguments, hashable."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return self.states.values(), tuple(map(repr, self._switches)), deterministic

@@ -1,6 +1,8 @@
 """Copies from host to device, ordered against the computation. The only file with streams and events."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -71,6 +73,47 @@ class Transfer:
         """Block the host until copies and computation are done. For set-up and tear-down only."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
+
+
+class GraphRecording:
+    """Work recorded as a CUDA graph. All recordings of one ``pool`` share its memory, so they must not run at once.
+
+    Args:
+        stream: Where work is recorded; nothing runs there.
+        pool: Of ``torch.cuda.graph_pool_handle``.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._stream, self._pool = stream, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Take down ``work`` without running it; the tensors that it returns hold its results after each replay.
+
+        Raises:
+            RuntimeError: it does something that cannot be recorded, such as waiting for the device.
+        """
+        with torch.cuda.stream(self._stream):
+            # Other threads may go on allocating and copying meanwhile.
+            self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                results = work()
+            except BaseException:
+                with suppress(RuntimeError):  # what went wrong has ended the capture
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        return results
+
+    def replay(self) -> None:
+        """Run the work in the current stream."""
+        self._graph.replay()
+
+
+def recorder(device: torch.device) -> Callable[[], GraphRecording]:
+    """Makes recordings for ``device`` that share one pool of memory."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    return lambda: GraphRecording(stream, pool)
 
 
 def device_free_bytes(device: torch.device) -> int | None:

@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
+from transformers.cache_utils import Cache
 
 
 class Leaf(NamedTuple):
@@ -41,6 +42,23 @@ def flatten(nest: Any, tensors: list[torch.Tensor]) -> Any:
 def unflatten(template: Any, tensors: list[torch.Tensor]) -> Any:
     """The nest again, with ``tensors`` in the leaves' places. Mappings are new objects of their own type."""
     return _map(template, Leaf, lambda leaf: tensors[leaf.place])
+
+
+def fingerprint(template: Any) -> Any:
+    """A hashable value that is equal for templates which differ in nothing a layer could see.
+
+    What is neither nested nor a plain value counts by its identity, but for empty key-value caches, which count by
+    their types.
+    """
+    if isinstance(template, Cache):
+        return type(template), tuple(map(type, template.layers))
+    if isinstance(template, Leaf | str | int | float | None | torch.dtype):
+        return type(template), template
+    if isinstance(template, MutableMapping):
+        return type(template), tuple((key, fingerprint(value)) for key, value in template.items())
+    if isinstance(template, tuple | list):
+        return type(template), tuple(map(fingerprint, template))
+    return type(template), id(template)
 
 
 def mappings(nest: Any) -> list[MutableMapping[Any, Any]]:
