@@ -40,6 +40,8 @@ class ModelConfig(_Section):
     """Consecutive layers that are moved together; 1 needs least memory."""
     slots: int | None = Field(default=None, ge=1)
     """Blocks that fit the window at once; chosen for the block size if left out."""
+    resident_blocks: int = Field(default=0, ge=0)
+    """Blocks that stay on the device, spread evenly between those that stream: more memory, fewer transfers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the computation runs; `auto` is the GPU if there is one. CUDA_VISIBLE_DEVICES chooses among several."""
     attn_implementation: str | None = None

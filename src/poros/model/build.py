@@ -45,6 +45,7 @@ def load(
     compute_dtype: str | torch.dtype | None = None,
     block_size: int = 1,
     slots: int | None = None,
+    resident_blocks: int = 0,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -69,6 +70,7 @@ def load(
         compute_dtype: of the products with 4-bit weights; by default ``dtype``, or what a 4-bit checkpoint says.
         block_size: layers a block, the unit of transfer.
         slots: blocks in the window.
+        resident_blocks: blocks that stay on ``device``.
         device: where to compute; by default CUDA if there is one, else the CPU.
         stream: ``False`` gives the resident twin by the same way: everything on ``device``.
         attn_implementation: as for ``from_pretrained``.
@@ -83,7 +85,7 @@ def load(
         ConfigError: a setting is out of its limits, or host memory does not suffice.
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = Place(compute_device(device), stream, block_size, slots, poison, checksum)
+    place = Place(compute_device(device), stream, block_size, slots, resident_blocks, poison, checksum)
     files = locate(model, revision)
     config = read_gguf_config(files, gguf_file) if gguf_file else _read_config(files)
     text_family(config.model_type)
@@ -113,6 +115,7 @@ def from_shape(
     compute_dtype: str | torch.dtype | None = None,
     block_size: int = 1,
     slots: int | None = None,
+    resident_blocks: int = 0,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -133,7 +136,7 @@ def from_shape(
     The other arguments, and the errors, are those of :func:`load`.
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = Place(compute_device(device), stream, block_size, slots, poison, checksum)
+    place = Place(compute_device(device), stream, block_size, slots, resident_blocks, poison, checksum)
     if isinstance(shape, PreTrainedConfig):
         config = copy.deepcopy(shape)
     elif str(shape) in shape_names():

@@ -52,6 +52,7 @@ class Place:
     stream: bool
     block_size: int
     slots: int | None
+    resident_blocks: int
     poison: bool
     checksum: bool
 
@@ -61,6 +62,7 @@ class Place:
             model,
             block_size=self.block_size,
             slots=self.slots,
+            resident_blocks=self.resident_blocks,
             device=self.device,
             poison=self.poison,
             checksum=self.checksum,
@@ -74,7 +76,8 @@ class Place:
             tied = (skeleton.get_parameter(name) for name in skeleton.all_tied_weights_keys)
             kept = _weight_bytes(skeleton) - sum(tensor.numel() * tensor.element_size() for tensor in tied)
             if self.stream:
-                num_blocks = max(num_blocks, self.slots or 3)  # the window is in host memory too, once all is loaded
+                # The window, and what stays, are in host memory too, once all is loaded.
+                num_blocks = max(num_blocks, (self.slots or 3) + self.resident_blocks)
         else:
             kept = sum(layers) if self.stream else 0
         require_host_memory(

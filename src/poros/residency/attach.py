@@ -25,6 +25,7 @@ def prepare(
     *,
     block_size: int | None = None,
     slots: int | None = None,
+    resident_blocks: int | None = None,
     device: torch.device | str | None = None,
     poison: bool | None = None,
     checksum: bool | None = None,
@@ -41,6 +42,8 @@ def prepare(
         block_size: Layers a block, the unit of transfer. 1 (default) needs least memory; 4 is the classic setting.
         slots: Blocks in the window: by default 3 for single-layer blocks and 2 for larger ones. With 1, copies do not
             overlap the computation.
+        resident_blocks: Blocks that stay on the device, spread evenly between those that stream (default 0): the more,
+            the less crosses the link. They change no bit.
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite each slot before it is refilled (debugging).
         checksum: Check that each layer's recompute gives its forward's output, and name the layer if not (debugging).
@@ -60,7 +63,8 @@ def prepare(
         )
     attachment = attachment_of(model)
     if attachment is not None:
-        _check_same_settings(attachment, block_size, slots, device, poison, checksum)
+        asked = {"block_size": block_size, "slots": slots, "resident_blocks": resident_blocks, "device": device}
+        _check_same_settings(attachment, {**asked, "poison": poison, "checksum": checksum})
         attachment.guard(model)
         attachment.settle()
         return model
@@ -68,6 +72,7 @@ def prepare(
         model,
         block_size=1 if block_size is None else block_size,
         slots=slots,
+        resident_blocks=0 if resident_blocks is None else resident_blocks,
         device=device,
         poison=bool(poison),
         checksum=bool(checksum),
@@ -114,17 +119,16 @@ def report(model: nn.Module) -> Report:
     return attachment.report()
 
 
-def _check_same_settings(
-    attachment: Attachment, block_size: Any, slots: Any, device: Any, poison: Any, checksum: Any
-) -> None:
-    asked = {"block_size": block_size, "slots": slots, "poison": poison, "checksum": checksum, "device": device}
-    check_settings(block_size, slots)
+def _check_same_settings(attachment: Attachment, asked: dict[str, Any]) -> None:
+    check_settings(asked["block_size"], asked["slots"], asked["resident_blocks"])
     wanted = dict(asked)
-    wanted["device"] = None if device is None else compute_device(device)
-    if block_size is not None:
-        wanted["block_size"] = min(block_size, len(attachment.layers))
-    if slots is not None:
-        wanted["slots"] = min(slots, attachment.num_blocks)
+    if asked["device"] is not None:
+        wanted["device"] = compute_device(asked["device"])
+    limits = {"block_size": len(attachment.layers)}
+    limits["slots"] = limits["resident_blocks"] = attachment.num_blocks
+    for name, limit in limits.items():
+        if asked[name] is not None:
+            wanted[name] = min(asked[name], limit)
     for name, value in wanted.items():
         present = getattr(attachment, name)
         if value is not None and value != present:

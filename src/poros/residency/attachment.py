@@ -18,7 +18,7 @@ from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
 from poros.residency.layout import Layout
 from poros.residency.replay import Replays
 from poros.residency.report import REPACKING, Report, guarantee, precision
-from poros.residency.schedule import Schedule
+from poros.residency.schedule import Schedule, spread
 from poros.residency.store import HostStore
 from poros.residency.transfer import Transfer, device_free_bytes, recorder, return_cached_memory
 from poros.residency.window import Window
@@ -37,6 +37,7 @@ class Attachment:
         model: A transformers decoder, bare or inside PEFT's wrappers; a meta skeleton will do until it is packed.
         block_size: Layers a block.
         slots: Blocks in the window; by default 3 for single-layer blocks and 2 for larger ones.
+        resident_blocks: Blocks of which a copy stays on the compute device, so that none of their bytes cross the link.
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite slots before they are refilled (debugging).
         checksum: Compare each layer's recomputed output with its forward's (debugging).
@@ -49,18 +50,21 @@ class Attachment:
         *,
         block_size: int = 1,
         slots: int | None = None,
+        resident_blocks: int = 0,
         device: torch.device | str | None = None,
         poison: bool = False,
         checksum: bool = False,
         replay: bool = False,
     ) -> None:
-        check_settings(block_size, slots)
+        check_settings(block_size, slots, resident_blocks)
         self.decoder: Decoder = find_decoder(model)
         _refuse_wrappers(model, self.decoder)
         self.model = model
         self.device = compute_device(device)
         self.block_size = min(block_size, len(self.decoder.layers))
         self.slots = min(slots or (3 if self.block_size == 1 else 2), self.num_blocks)
+        self.resident_blocks = min(resident_blocks, self.num_blocks)
+        self._kept: dict[int, torch.Tensor] = {}  # block -> its copy on the compute device
         self.poison, self.checksum = poison, checksum
         self.replay = replay
         self.replays: Replays | None = None  # there are none before finish()
@@ -118,9 +122,15 @@ class Attachment:
             )
         self.settle()
         return_cached_memory(self.device)
+        self._require_device_memory()
+        self._kept = {
+            block: self.store.blocks[block].to(self.device, copy=True)
+            for block in (spread(self.num_blocks, self.resident_blocks) if self.resident_blocks else ())
+        }
         transfer = Transfer(self.device)
         schedule = Schedule(self.num_blocks)
-        self.window = Window(self.store.blocks, self.slots, transfer, schedule, poison=self.poison)
+        sources = [self._kept.get(block, master) for block, master in enumerate(self.store.blocks)]
+        self.window = Window(sources, self.slots, transfer, schedule, poison=self.poison)
         if self.replay and self.device.type == "cuda":
             self.replays = Replays(recorder(self.device), transfer)
         for layer in self.layers:
@@ -131,6 +141,17 @@ class Attachment:
         if isinstance(getattr(self.decoder.base, "hf_device_map", None), dict):
             # accelerate reads it to decide whether a 4-bit model can be trained where it is.
             self._overrides.set(self.decoder.base, "hf_device_map", {"": self.device})
+
+    def _require_device_memory(self) -> None:
+        """Refuse a window and blocks that stay which the device has no room for."""
+        largest = max(block.numel() for block in self.store.blocks)
+        need, free = largest * (self.slots + self.resident_blocks), device_free_bytes(self.device)
+        if free is not None and need > free:
+            raise ConfigError(
+                f"{self.slots} slots and {self.resident_blocks} resident blocks of {format_bytes(largest)} take "
+                f"{format_bytes(need)} on {self.device}, where {format_bytes(free)} are free. Lower resident_blocks, "
+                "slots or block_size, or close what else uses the GPU."
+            )
 
     def settle(self) -> None:
         """Move everything that does not stream to the compute device. Parameters stay the objects that they are."""
@@ -186,7 +207,7 @@ class Attachment:
         )
         free = device_free_bytes(self.device)
         if free is not None and self.window is not None:
-            free += self.window.num_bytes
+            free += self.window.num_bytes + self._kept_bytes
         if free is not None and need > free:
             raise ResidencyError(
                 f"unprepare would put {format_bytes(need)} of weights back on {self.device}, where "
@@ -200,6 +221,7 @@ class Attachment:
         self._views.clear()
         if self.window is not None:
             self.window.close()
+        self._kept.clear()
         self._overrides.undo()
         streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
         for layer in self.layers:
@@ -222,6 +244,10 @@ class Attachment:
                 tensor.grad.data = tensor.grad.data.to(home)
         self._moved = []
 
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(block.numel() for block in self._kept.values())
+
     def report(self) -> Report:
         """What the model costs where, as of now."""
         streamed = {id(tensor) for layer in self.layers for tensor in layer.tensors}
@@ -240,6 +266,8 @@ class Attachment:
             host_bytes=self.store.num_bytes,
             locked_bytes=self.store.locked_bytes,
             window_bytes=self.window.num_bytes,
+            resident_blocks=self.resident_blocks,
+            resident_block_bytes=self._kept_bytes,
             resident_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest),
             trainable_bytes=sum(tensor.numel() * tensor.element_size() for tensor in rest if tensor.requires_grad),
             guarantee=guarantee(self.decoder.model_type, self.device),
@@ -324,11 +352,17 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def check_settings(block_size: int | None, slots: int | None) -> None:
+def check_settings(block_size: int | None, slots: int | None, resident_blocks: int | None = 0) -> None:
     """Refuse sizes that are no sizes."""
-    for name, value in ("block_size", block_size), ("slots", slots):
+    for name, value, least in (
+        ("block_size", block_size, 1),
+        ("slots", slots, 1),
+        ("resident_blocks", resident_blocks, 0),
+    ):
         if value is not None and type(value) is not int:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+    if resident_blocks is not None and resident_blocks < 0:
+        raise ConfigError(f"resident_blocks is {resident_blocks}; it must be at least 0 (every block streams)")
     if block_size is not None and block_size < 1:
         raise ConfigError(f"block_size is {block_size}; it must be at least 1 (layers a block)")
     if slots is not None and slots < 1:

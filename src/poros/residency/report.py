@@ -25,6 +25,7 @@ class Report:
         num_layers, block_size, num_blocks, slots: How the layers are grouped, and how many blocks the window holds.
         host_bytes: Host memory of the frozen base; ``locked_bytes`` of it are page-locked.
         window_bytes: Device memory of all slots.
+        resident_blocks: Blocks of which a copy stays on the device, in ``resident_block_bytes``.
         resident_bytes: Device memory of what does not stream: embeddings, head, norms, towers, adapters.
         trainable_bytes: The part of it that is trained.
         guarantee: Which promise holds, and why.
@@ -42,6 +43,8 @@ class Report:
     host_bytes: int
     locked_bytes: int
     window_bytes: int
+    resident_blocks: int
+    resident_block_bytes: int
     resident_bytes: int
     trainable_bytes: int
     guarantee: str
@@ -56,6 +59,11 @@ class Report:
             f"  blocks     {self.num_blocks} of {self.block_size} layer(s), {self.slots} slots in the window",
             f"  host       {format_bytes(self.host_bytes)}{locked}",
             f"  window     {format_bytes(self.window_bytes)}",
+            *(
+                [f"  kept       {format_bytes(self.resident_block_bytes)}, {self.resident_blocks} blocks"]
+                if self.resident_blocks
+                else []
+            ),
             f"  resident   {format_bytes(self.resident_bytes)}, {format_bytes(self.trainable_bytes)} of it trainable",
             f"  guarantee  {self.guarantee}",
         ]

@@ -20,6 +20,15 @@ class Phase(Enum):
 Visit = tuple[int, Phase]
 
 
+def spread(num_blocks: int, num_kept: int) -> list[int]:
+    """Which ``num_kept`` of ``num_blocks`` blocks stay on the device, spread evenly between those that stream.
+
+    So each copy has the computation of its neighbours to hide behind. The ends stream: the turn at the last block and
+    the step's end find those in the slots anyway.
+    """
+    return [(2 * place + 1) * num_blocks // (2 * num_kept) for place in range(num_kept)]
+
+
 class Schedule:
     """Learns the order of visits and tells which blocks come next.
 

@@ -45,7 +45,9 @@ class Window:
           one model never nest and never overlap (a lock sees to that), so the next ``acquire`` takes that as a release.
 
     Args:
-        blocks: Host masters, one flat ``uint8`` tensor a block.
+        blocks: What is copied into the slots, one flat ``uint8`` tensor a block: its host master, or a copy of that on
+            the compute device for a block that stays there. (That passes through a slot like the others: a copy within
+            the device takes a hundredth of the time, and there is one mechanism.)
         num_slots: Slots to allocate, at least 1; 2 are needed for copies to run beside the computation.
         transfer: The copy stream.
         schedule: The order of visits.

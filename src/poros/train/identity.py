@@ -19,7 +19,10 @@ def bits_depend_on(config: RunConfig, digest: str, device_type: str, dtype: str)
         digest: of the encoded rows.
         device_type: where the run computes; ``dtype``: in which precision.
     """
-    model = config.model.model_dump(exclude={"stream", "block_size", "slots"}) | {"dtype": dtype, "device": device_type}
+    model = config.model.model_dump(exclude={"stream", "block_size", "slots", "resident_blocks"}) | {
+        "dtype": dtype,
+        "device": device_type,
+    }
     train = config.train.model_dump(exclude={"save_steps", "save_total_limit", "logging_steps", "eval_steps"})
     groups = {"model": model, "lora": config.lora.model_dump(), "train": train}
     settings = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}

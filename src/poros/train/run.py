@@ -69,7 +69,8 @@ def run(
     except torch.OutOfMemoryError as error:
         raise PorosError(
             f"the GPU's memory is full: {str(error).splitlines()[0]} Lower data.max_length or train.batch_size (with "
-            "train.accumulation raised as much), model.block_size or model.slots, or close what else uses the GPU. "
+            "train.accumulation raised as much), model.resident_blocks, model.slots or model.block_size, or close what "
+            "else uses the GPU. "
             f"{describe_output(output)}"
         ) from error
 
@@ -114,6 +115,7 @@ def _build(config: RunConfig, data: RunData, device: torch.device, dtype: str) -
         dtype=dtype,
         block_size=config.model.block_size,
         slots=config.model.slots,
+        resident_blocks=config.model.resident_blocks,
         device=device,
         stream=config.model.stream,
         attn_implementation=config.model.attn_implementation,
