@@ -145,7 +145,7 @@ class _Peaks(_Part):
 
 
 class _SpeedResult(_Peaks):
-    status: Literal["ok", "out_of_memory", "missing_package", "unsupported", "timeout", "crashed"]
+    status: Literal["ok", "out_of_memory", "missing_package", "unsupported", "diverged", "timeout", "crashed"]
     reason: str | None = None
     """Why there is no figure; null if there is one."""
     passes: list[list[float]]

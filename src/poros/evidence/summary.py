@@ -21,6 +21,7 @@ STATUS_TEXT = {
     "out_of_memory": "out of memory",
     "missing_package": "missing package",
     "unsupported": "unsupported",
+    "diverged": "diverged",
     "timeout": "time limit",
     "crashed": "crashed",
 }
