@@ -111,12 +111,22 @@ def test_words_and_models_filter_rows_and_charts(opened):
 @needs_browser
 def test_every_figure_leads_to_its_row(opened):
     page = opened()
-    for link in page.locator("#methods td.number a, .group svg a, #parity a").all():
+    figures = [text for text in page.locator("#glance td.number").all_inner_texts() if text]
+    assert page.locator("#glance td.number a").count() == len(figures) > 8
+    for link in page.locator("#glance a, #methods td a, .group svg a, #parity a").all():
         assert page.locator(link.get_attribute("href")).count() == 1
     page.locator("#methods tbody tr").nth(2).locator("td.number a").first.click()
     shown = page.locator("#row-2 pre")
     assert shown.is_visible()
     assert json.loads(shown.inner_text()) == speed_row(2).model_dump()
+
+
+@needs_browser
+def test_losses_that_differ_in_their_last_bit_are_drawn(opened):
+    losses = [[12.9] * 7] * 3
+    other = [[12.9 * (1 + 2**-52)] * 7] * 3
+    page = opened([speed_row(2, losses=losses), speed_row(3, losses=other)])
+    assert page.locator(".losses path.curve").count() == 2
 
 
 @needs_browser

@@ -1,11 +1,15 @@
 """``poros bench report``, ``compare`` and ``verify``: what was measured, shown and checked."""
 
+import contextlib
+import errno
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from poros.cli.screen import Debug
+from poros.errors import ConfigError
 
 STATUS_REFUSED = 1
 _MAX_SHOWN = 40
@@ -26,12 +30,12 @@ def report(
     from poros.evidence.report import markdown_report
     from poros.evidence.summary import read_verified, rows_file, summarize
 
+    title = title.encode("utf-8", "replace").decode()  # what came from the command line may be no text
     summary = summarize(read_verified(*results))
     folder = output or rows_file(results[0]).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in ("report.md", markdown_report(summary, title)), ("report.html", html_page(summary, title)):
-        (folder / name).write_text(text, encoding="utf-8")
-        typer.echo(folder / name)
+    texts = {"report.md": markdown_report(summary, title), "report.html": html_page(summary, title)}
+    for file in _write_all(folder, texts):
+        typer.echo(file)
 
 
 def compare(
@@ -53,19 +57,45 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Recompute what follows from the readings, and refuse rows that do not hold up, with exit status 1."""
-    from poros.evidence.artifact import read_lines
+    from poros.evidence.lines import numbered_lines, printable
     from poros.evidence.summary import rows_file
-    from poros.evidence.verify import verify_file
+    from poros.evidence.verify import verify_files
 
-    refused = False
-    for file in map(rows_file, results):
-        problems = verify_file(file)
-        for problem in problems[:_MAX_SHOWN]:
-            typer.echo(f"{file}: {problem}", err=True)
-        if len(problems) > _MAX_SHOWN:
-            typer.echo(f"{file}: and {len(problems) - _MAX_SHOWN} problems more", err=True)
-        refused = refused or bool(problems)
-        if not problems:
-            typer.echo(f"{file}: {len(read_lines(file))} rows verified")
-    if refused:
+    files = [rows_file(path) for path in results]
+    problems = verify_files(files)
+    for problem in problems[:_MAX_SHOWN]:
+        typer.echo(f"{printable(problem.file)}: {problem}", err=True)
+    if len(problems) > _MAX_SHOWN:
+        typer.echo(f"and {len(problems) - _MAX_SHOWN} problems more", err=True)
+    for file in files:
+        if str(file) not in {problem.file for problem in problems}:
+            typer.echo(f"{printable(file)}: {len(numbered_lines(file))} rows verified")
+    if problems:
         raise typer.Exit(STATUS_REFUSED)
+
+
+def _write_all(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """Write all files of a folder or, if one cannot be written, none; each replaces its predecessor at once.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to.
+    """
+    drafts = {folder / name: folder / f".{name}.{os.getpid()}" for name in texts}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, draft in drafts.items():
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+            draft.write_text(texts[file.name], encoding="utf-8")
+        for file, draft in drafts.items():
+            draft.replace(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"the report cannot be written to {str(folder)!r}: {reason}. Give a folder with --output."
+        ) from None
+    finally:
+        for draft in drafts.values():
+            with contextlib.suppress(OSError, ValueError):
+                draft.unlink(missing_ok=True)
+    return [*drafts]

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from poros.errors import ResultError
+from poros.evidence.lines import LineError, numbered_lines, parse_line, printable
 
+_OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
 _MAX_PROBLEMS = 8  # an error message has to fit one screen
 
 
@@ -81,8 +83,8 @@ class FirstDifference(_Part):
     surface: str
     tensor: str | None = None
     index: int | list[int] | None = None
-    expected: Any = None
-    found: Any = None
+    expected: bool | int | float | str | None = None
+    found: bool | int | float | str | None = None
     expected_bits: str | None = None
     found_bits: str | None = None
 
@@ -201,6 +203,8 @@ class SpeedRow(_Provenance, _SpeedResult, _Settings, _Identity):
             ResultError: a field is missing, unknown, or of the wrong type.
         """
         fields = json.loads(json.dumps(fields))  # tuples become lists, as in the file
+        if fields.get("device") == "cpu":  # the card of a host that has one had no part in it
+            fields |= dict.fromkeys(_OF_THE_CARD)
         keys = ("status", "passes", "pass_memory", "seq_len", "batch_size", "accumulation")
         missing = [key for key in keys if key not in fields]
         if missing:
@@ -282,7 +286,7 @@ def read_rows(*paths: str | Path) -> list[Row]:
         for line, fields in read_lines(path):
             row, problems = parse_row(fields)
             if row is None:
-                raise ResultError(_listed([f"{path}:{line}: {key} {why}" for key, why in problems]))
+                raise ResultError(_listed([printable(f"{path}:{line}: {key} {why}") for key, why in problems]))
             rows.append(row)
     return rows
 
@@ -291,21 +295,14 @@ def read_lines(path: str | Path) -> list[tuple[int, Any]]:
     """The JSON of each line that is not blank, with the line's number.
 
     Raises:
-        ResultError: the file cannot be read, is empty, or a line is not JSON.
+        ResultError: the file cannot be read, is empty, or a line is not JSON as :func:`parse_line` takes it.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResultError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     lines = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                lines.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ResultError(f"{path}:{number}: not JSON: {error}") from None
-    if not lines:
-        raise ResultError(f"{path} holds no rows")
+    for number, line in numbered_lines(path):
+        try:
+            lines.append((number, parse_line(line)))
+        except LineError as error:
+            raise ResultError(f"{printable(path)}:{number}: the line {printable(error)}") from None
     return lines
 
 

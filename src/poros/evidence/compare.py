@@ -6,7 +6,9 @@ from typing import Literal
 
 from poros.errors import ResultError
 from poros.evidence.artifact import ParityRow, Row
-from poros.evidence.summary import STATUS_TEXT, seconds_text
+from poros.evidence.lines import printable
+from poros.evidence.summary import STATUS_TEXT
+from poros.evidence.wording import seconds_text
 
 _MEMORY = {
     "allocated_bytes": "allocated",
@@ -22,6 +24,8 @@ _SETTINGS = (
     *("budget_bytes", "dataset", "learning_rate", "max_grad_norm", "optimizer", "options", "steps", "warmup_steps"),
     *("num_passes", "gpu", "gpu_uuid", "driver", "link", "host", "versions", "poros_commit"),
 )
+_COMPARED = {"poros_commit"}  # what two runs are usually compared for
+_MAX_WIDTH = 1000
 _MIN_MEMORY_CHANGE = 0.005  # meters of the whole process and of the host move by themselves
 
 Verdict = Literal["faster", "slower", "within the spread", "unknown", "no figure"]
@@ -78,11 +82,12 @@ def compare(before: Sequence[Row], after: Sequence[Row]) -> Difference:
 
 
 def comparison_lines(difference: Difference) -> list[str]:
-    """The comparison as lines of text for a terminal: one a cell, then what may explain the changes."""
+    """The comparison as lines of text for a terminal: what may explain changes, then a line for each cell."""
+    lines = _settings_lines(difference.changes)
+    lines = ["What differs besides the readings, and may be why they do:", *lines, ""] if lines else []
     table = [("cell", "before", "after", "change", "")]
     table += [(one.cell, *_figures(one)) for one in difference.changes]
     widths = [max(len(line[place]) for line in table) for place in range(4)]
-    lines = []
     for line in table:
         cells = [line[0].ljust(widths[0]), *(line[place].rjust(widths[place]) for place in (1, 2, 3)), line[4]]
         lines.append("  ".join(cells).rstrip())
@@ -90,10 +95,9 @@ def comparison_lines(difference: Difference) -> list[str]:
         if one.memory:
             moved = ", ".join(f"{_MEMORY[key]} {_percent(ratio)}" for key, ratio in one.memory.items())
             lines.append(f"{one.cell}: memory: {moved}")
-    lines += _settings_lines(difference.changes)
     lines += [f"only before: {cell}" for cell in difference.only_before]
     lines += [f"only after: {cell}" for cell in difference.only_after]
-    return lines
+    return [printable(line, _MAX_WIDTH) for line in lines]
 
 
 def _by_cell(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
@@ -145,7 +149,10 @@ def _figures(change: Change) -> tuple[str, str, str, str]:
         "slower": "slower, beyond both spreads",
         "unknown": "unknown: one pass has no spread",
     }
-    return was, now, _percent(change.ratio), said.get(change.verdict, change.verdict)
+    others = change.settings.keys() - _COMPARED
+    caution = f"not like for like ({len(others)} {'setting differs' if len(others) == 1 else 'settings differ'}): "
+    verdict = said.get(change.verdict, change.verdict)
+    return was, now, _percent(change.ratio), (caution if others else "") + verdict
 
 
 def _figure(row: Row) -> str:

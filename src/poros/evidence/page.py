@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from poros.evidence.artifact import Row
 from poros.evidence.report import READING, failure_text, surfaces_text, verdict_text, why_text
-from poros.evidence.summary import Column, Group, Summary, overview, place_text, settings_text
+from poros.evidence.summary import Column, Group, Summary, overview
+from poros.evidence.wording import place_text
 
 _ROOM = "poros.evidence"
 _IN_MARKDOWN_ONLY = ("passes",)  # here a chart shows them
@@ -37,7 +38,6 @@ def html_page(summary: Summary, title: str) -> str:
         glance_groups=_column_groups(glance),
         lines=lines,
         reading=READING,
-        settings_text=settings_text,
         place_text=place_text,
         failure_text=failure_text,
         surfaces_text=surfaces_text,
@@ -68,7 +68,7 @@ def _charted(group: Group) -> dict[str, Any]:
     key = "reserved_bytes" if on_card else "host_peak_bytes"
     return {
         "memory": "GiB reserved on the card" if on_card else "GiB of host memory, peak",
-        "warmup": group.row.warmup_steps,
+        "warmup": group.entries[0].row.warmup_steps,
         "methods": [
             {
                 "row": entry.index,

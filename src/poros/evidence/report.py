@@ -1,9 +1,11 @@
 """The report in Markdown: what each method took on each model, what failed, and where it was measured."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from poros.evidence.artifact import ParityRow
-from poros.evidence.summary import STATUS_TEXT, Entry, Group, Summary, overview, place_text, settings_text
+from poros.evidence.summary import STATUS_TEXT, Entry, Group, Summary, overview
+from poros.evidence.wording import place_text
 
 READING = (
     "Seconds a step are the median over passes of each pass's median, with the standard deviation of the passes' "
@@ -15,23 +17,37 @@ READING = (
 
 def markdown_report(summary: Summary, title: str) -> str:
     """The whole report."""
-    parts = [f"# {title}", "Made by `poros bench report` from result rows; do not edit."]
+    parts = [f"# {inert(title)}", "Made by `poros bench report` from result rows; do not edit."]
     if summary.groups:
         columns, lines = overview(summary)
-        parts += ["## At a glance", table([column.heading for column in columns], lines), READING]
+        shown = [[cell.text for cell in line] for line in lines]
+        parts += ["## At a glance", table([column.heading for column in columns], shown), READING]
     for group in summary.groups:
         parts += _group(group, summary)
     if summary.parity:
         parts += ["## Parity", _parity_table([row for _, row in summary.parity])]
-        parts += [f"- {row.cell}: {verdict_text(row)}: {why_text(row)}" for _, row in summary.parity if row.reason]
+        reasons = [f"{row.cell}: {verdict_text(row)}: {why_text(row)}" for _, row in summary.parity if row.reason]
+        parts += [f"- {inert(reason)}" for reason in reasons]
     parts += ["## Provenance", *_places(summary)]
     return "\n\n".join(parts) + "\n"
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; a bar in a cell stays a bar."""
-    shown = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in [head, *lines]]
+    """A Markdown table; whatever is in a cell stays text, and in it."""
+    shown = [[inert(cell).replace("|", "\\|") for cell in line] for line in [head, *lines]]
     return "\n".join("| " + " | ".join(line) + " |" for line in [shown[0], ["---"] * len(head), *shown[1:]])
+
+
+def inert(text: str) -> str:
+    """``text`` on one line, so that Markdown shows it as it is."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    text = re.sub(r"[\\`*<~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|&(?=[#\w]+;)|\](?=[(\[])|^[\[#>+=-]", r"\\\g<0>", text)
+    return text.strip()
+
+
+def _code(text: str) -> str:
+    """``text`` as a word of code."""
+    return f"`{''.join(c if c.isprintable() and c != '`' else ' ' for c in text)}`"
 
 
 def _group(group: Group, summary: Summary) -> list[str]:
@@ -40,17 +56,19 @@ def _group(group: Group, summary: Summary) -> list[str]:
     lines = []
     for entry in group.entries:
         cells = [entry.cells[column.key].text for column in columns]
-        lines.append([entry.row.label, "; ".join(entry.row.changes) or "nothing", *cells])
+        lines.append([entry.row.label, "; ".join(entry.changes) or "nothing", *cells])
     parts = [
-        f"## {group.model}, {group.row.weights} weights (run `{group.run_id}`)",
-        settings_text(group.row),
+        f"## {inert(group.heading)} (run {_code(group.run_id)})",
+        inert(group.settings),
         table(heads, lines),
     ]
     if group.same_losses:
-        parts.append(f"Losses equal to those of resident in every bit, at every step: {'; '.join(group.same_losses)}.")
+        parts.append(
+            f"Losses equal to those of resident in every bit, at every step: {inert('; '.join(group.same_losses))}."
+        )
     if group.failures:
         parts.append("Without a figure:")
-        parts.append("\n".join(f"- {failure_text(entry)}" for entry in group.failures))
+        parts.append("\n".join(f"- {inert(failure_text(entry))}" for entry in group.failures))
     return parts
 
 
@@ -107,5 +125,5 @@ def _places(summary: Summary) -> list[str]:
     lines = []
     for (run_id, place), cells in places.items():
         which = f" ({', '.join(cells)})" if runs.count(run_id) > 1 else ""
-        lines.append(f"- Run `{run_id}`{which}: {place}; {times[run_id, place]}")
+        lines.append(f"- Run {_code(run_id)}{inert(which)}: {inert(f'{place}; {times[run_id, place]}')}")
     return ["\n".join(lines)]

@@ -6,15 +6,19 @@ Markdown and the page are two ways to write what is computed here.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from poros.errors import ResultError
 from poros.evidence.artifact import ParityRow, Row, SpeedRow, pass_median, read_rows
-from poros.evidence.verify import verify_file
+from poros.evidence.lines import printable
+from poros.evidence.verify import verify_files
+from poros.evidence.wording import seconds_text, settings_parts, settings_text, usual_settings
 
 BASELINES = ("resident", "poros-train", "unsloth", "stream-loop")
 _RESERVING = ("resident", "poros-train", "unsloth")  # those whose memory a cut is measured against
 _WITH_PARITY = ("poros", "poros-trainer")
 _WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
+_PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")  # of rows in one table
 _MAX_SHOWN = 3
 
 STATUS_TEXT = {
@@ -43,31 +47,44 @@ class Cell:
 
     text: str
     value: float | None = None
+    row: int | None = None  # the number of the row that it is from, if that is not the line's own
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A speed row beside others of its run and model: its number among all rows, and its cells by column key."""
+    """A speed row beside others of its run, place and model: its number among all rows, and its cells by column key.
+
+    Attributes:
+        changes: What its method changes, and every setting that is not the group's.
+    """
 
     index: int
     row: SpeedRow
     cells: dict[str, Cell]
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Group:
-    """The speed rows of one model in one run."""
+    """The speed rows of one model in one run on one machine: all that may stand in one table."""
 
     run_id: str
     model: str
-    parity: str  # verdicts of the parity rows of the model
+    settings: str  # those that the rows share, in one sentence
+    weights: str  # empty if not all rows have the same
+    parity: Cell  # verdicts of the parity rows of the model as it is here
     entries: tuple[Entry, ...]
     same_losses: tuple[str, ...]  # labels of the methods whose loss is the resident run's, bit for bit, at every step
 
     @property
-    def row(self) -> SpeedRow:
-        """Any row, for what all share."""
-        return self.entries[0].row
+    def heading(self) -> str:
+        """What the group is called, but for its run."""
+        return self.model + (f", {self.weights} weights" if self.weights else "")
+
+    @property
+    def families(self) -> str:
+        """The family of the model."""
+        return ", ".join(dict.fromkeys(entry.row.family for entry in self.entries if entry.row.family))
 
     @property
     def ok(self) -> list[SpeedRow]:
@@ -100,69 +117,54 @@ def rows_file(path: Path) -> Path:
 
 
 def read_verified(*paths: Path) -> list[Row]:
-    """The rows of files, or of folders with a ``rows.jsonl``, if :func:`verify_file` finds nothing wrong with them.
+    """The rows of files, or of folders with a ``rows.jsonl``, if :func:`verify_files` finds nothing wrong with them.
 
     Raises:
-        ResultError: a file cannot be read, or is not to be believed.
+        ResultError: a file cannot be read, or they are not to be believed, each by itself and all together.
     """
     files = [rows_file(path) for path in paths]
-    for file in files:
-        problems = verify_file(file)
-        if problems:
-            shown = [f"{file}: {problem}" for problem in problems[:_MAX_SHOWN]]
-            more = f"'poros bench verify {file}' lists all {len(problems)} problems."
-            raise ResultError("\n".join(["These rows do not hold up, so nothing is made of them:", *shown, more]))
+    problems = verify_files(files)
+    if problems:
+        shown = [f"{printable(problem.file)}: {problem}" for problem in problems[:_MAX_SHOWN]]
+        command = "poros bench verify " + " ".join(dict.fromkeys(printable(file) for file in files))
+        more = f"'{command}' lists all {len(problems)} problems."
+        raise ResultError("\n".join(["These rows do not hold up, so nothing is made of them:", *shown, more]))
     return read_rows(*files)
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
     """Group ``rows``, compare each with the baselines of its group, and leave out columns that nobody fills."""
-    grouped: dict[tuple[str, str], list[tuple[int, SpeedRow]]] = {}
+    grouped: dict[tuple[Any, ...], list[tuple[int, SpeedRow]]] = {}
     for index, row in enumerate(rows):
         if isinstance(row, SpeedRow):
-            grouped.setdefault((row.run_id, row.model), []).append((index, row))
-    parity = [row for row in rows if isinstance(row, ParityRow)]
+            place = tuple(getattr(row, key) for key in _PLACE)
+            grouped.setdefault((row.run_id, row.model, *place), []).append((index, row))
+    parity = [(index, row) for index, row in enumerate(rows) if isinstance(row, ParityRow)]
     groups = tuple(_group(members, parity) for members in grouped.values())
     cells = [entry.cells for group in groups for entry in group.entries]
     columns = tuple(column for column in _columns() if any(some[column.key].text for some in cells))
     return Summary(tuple(rows), groups, columns)
 
 
-def parity_text(rows: Iterable[ParityRow]) -> str:
-    """The verdicts of ``rows`` in a few words, the worst first: ``FAIL (math), PASS (strict)``."""
-    paths: dict[str, list[str]] = {}
-    for row in rows:
-        known = paths.setdefault(row.verdict, [])
-        if row.path not in known:
-            known.append(row.path)
-    return ", ".join(f"{verdict} ({', '.join(paths[verdict])})" for verdict in _WORST_FIRST if verdict in paths)
+def parity_cell(rows: Iterable[tuple[int, ParityRow]], block_size: int | None = None) -> Cell:
+    """The verdicts of ``rows`` with what they were found with, the worst first: ``PASS (strict, 20 steps)``.
 
-
-def settings_text(row: SpeedRow) -> str:
-    """The settings that the rows of a run share, in one sentence."""
-    base = "no quantisation" if row.quantization is None else row.quantization.upper()
-    base += " with double quantisation" if row.quantization and row.double_quant else ""
-    targets = row.lora.targets if isinstance(row.lora.targets, str) else ", ".join(row.lora.targets)
-    lora = f"LoRA r={row.lora.rank}, alpha {row.lora.alpha:g}, dropout {row.lora.dropout:g}, targets {targets}"
-    passes = f"{row.num_passes} {'pass' if row.num_passes == 1 else 'passes'} of {row.steps} counted steps"
-    return (
-        f"{row.seq_len} tokens, batch {row.batch_size}, accumulation {row.accumulation}; {base}, {row.dtype}; {lora}; "
-        f"{row.path} path; {row.dataset.name} data; {passes} after {row.warmup_steps} of warm-up."
-    )
-
-
-def place_text(row: Row) -> str:
-    """Where and with what a row was measured, in one sentence."""
-    card = ", ".join(part for part in (row.gpu, row.link, row.driver and f"driver {row.driver}") if part)
-    versions = ", ".join(f"{name} {number}" for name, number in row.versions.items() if number)
-    commit = f"; commit {row.poros_commit[:10]}" if row.poros_commit else ""
-    return f"{f'{card}; ' if card else ''}{row.host}; {versions}{commit}; {row.time_utc}."
-
-
-def seconds_text(seconds: float, std: float | None = None) -> str:
-    """Seconds of a step, with their standard deviation if there is one, and the digits that mean something."""
-    digits = 3 if seconds >= 0.1 else 4
-    return f"{seconds:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+    Args:
+        rows: with their numbers among all rows; the cell leads to the first of the worst.
+        block_size: of the row beside which they are told; one that differs is told too.
+    """
+    found: dict[str, list[str]] = {}
+    first: dict[str, int] = {}
+    for index, row in rows:
+        with_what = f"{row.path}, {row.steps} {'step' if row.steps == 1 else 'steps'}"
+        with_what += f", block size {row.block_size}" if row.block_size not in (None, block_size) else ""
+        first.setdefault(row.verdict, index)
+        known = found.setdefault(row.verdict, [])
+        if with_what not in known:
+            known.append(with_what)
+    verdicts = [verdict for verdict in _WORST_FIRST if verdict in found]
+    text = ", ".join(f"{verdict} ({'; '.join(found[verdict])})" for verdict in verdicts)
+    return Cell(text, row=first[verdicts[0]] if verdicts else None)
 
 
 def _columns() -> Iterable[Column]:
@@ -178,25 +180,41 @@ def _columns() -> Iterable[Column]:
     yield Column("parity", "parity", "parity")
 
 
-def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[ParityRow]) -> Group:
+def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[tuple[int, ParityRow]]) -> Group:
     measured = {row.method: row for _, row in reversed(members) if row.status == "ok"}  # the first of each method
     baselines = {name: measured[name] for name in BASELINES if name in measured}
-    row = members[0][1]
-    verdict = parity_text(one for one in parity if one.model == row.model)
-    entries = tuple(Entry(index, one, _cells(one, baselines, verdict)) for index, one in members)
+    parts = [settings_parts(row) for _, row in members]
+    usual = usual_settings(parts)
+    entries = []
+    for (index, row), part in zip(members, parts, strict=True):
+        own = [text for key, text in part.items() if text != usual.get(key) and text not in row.changes]
+        verdicts = parity_cell(((i, one) for i, one in parity if proves(one, row)), row.block_size)
+        entries.append(Entry(index, row, _cells(row, baselines, verdicts), (*row.changes, *own)))
+    about = parity_cell((i, one) for i, one in parity if any(proves(one, row) for _, row in members))
     resident = baselines.get("resident")
     same = [one.label for _, one in members if resident and one is not resident and _same_losses(one, resident)]
-    return Group(row.run_id, row.model, verdict, entries, tuple(same))
+    row = members[0][1]
+    weights = row.weights if all(one.weights == row.weights for _, one in members) else ""
+    settings = settings_text(parts, usual)
+    return Group(row.run_id, row.model, settings, weights, about, tuple(entries), tuple(same))
+
+
+def proves(parity: ParityRow, row: SpeedRow) -> bool:
+    """Whether a verdict is about what a speed row measured: the same model, weights, bits, and way of launching."""
+    pairs = ((getattr(parity, key), getattr(row, key)) for key in ("model", "weights", "family", "quantization"))
+    double = [one.double_quant and one.quantization is not None for one in (parity, row)]
+    about = all(one == other for one, other in pairs) and double[0] == double[1] and parity.dtype == row.dtype
+    return about and row.method in _WITH_PARITY and parity.engine == row.engine
 
 
 def _same_losses(row: SpeedRow, other: SpeedRow) -> bool:
     return row.status == "ok" and bool(row.losses[0]) and row.losses == other.losses
 
 
-def _cells(row: SpeedRow, baselines: dict[str, SpeedRow], verdict: str) -> dict[str, Cell]:
+def _cells(row: SpeedRow, baselines: dict[str, SpeedRow], verdicts: Cell) -> dict[str, Cell]:
     empty = Cell("")
     cells = {
-        "parity": Cell(verdict if row.method in _WITH_PARITY else ""),
+        "parity": verdicts,
         "s_per_step": Cell(STATUS_TEXT.get(row.status, "")),
         "passes": empty,
         "tokens_per_s": empty,
@@ -219,27 +237,31 @@ def _gib(num_bytes: int | None) -> Cell:
     return Cell("") if num_bytes is None else Cell(f"{num_bytes / 2**30:.2f}", num_bytes)
 
 
-def overview(summary: Summary) -> tuple[list[Column], list[list[str]]]:
-    """Columns and lines of the table that says, for each model and run, what the fastest Poros row achieves."""
+def overview(summary: Summary) -> tuple[list[Column], list[list[Cell]]]:
+    """Columns and lines of the table that says, for each model and run, what the fastest Poros row achieves.
+
+    The cells that are from a row say which.
+    """
     words = ("model", "weights", "family", "parity", "fastest Poros row", "s/step")
     columns = [Column(name, name, name) for name in words]
     columns += [column for column in _columns() if column.key.startswith("of_") or column.key == "reserved_bytes"]
     columns += [Column(f"cut_{name}", f"memory cut against {name}", name, "memory cut against") for name in _RESERVING]
     lines = [_achieved(group) for group in summary.groups]
-    used = [place for place in range(len(columns)) if place < len(words) or any(line[place] for line in lines)]
+    used = [place for place in range(len(columns)) if place < len(words) or any(line[place].text for line in lines)]
     return [columns[place] for place in used], [[line[place] for place in used] for line in lines]
 
 
-def _achieved(group: Group) -> list[str]:
-    about = [group.model, group.row.weights, group.row.family or "", group.parity]
+def _achieved(group: Group) -> list[Cell]:
+    about = [Cell(group.model), Cell(group.weights), Cell(group.families), group.parity]
     ours = min(
         (entry for entry in group.entries if entry.row.method in _WITH_PARITY and entry.row.s_per_step is not None),
         key=lambda entry: entry.row.s_per_step or 0.0,
         default=None,
     )
     if ours is None:
-        return [*about, "none", *[""] * (len(BASELINES) + len(_RESERVING) + 2)]
+        return [*about, Cell("none"), *[Cell("")] * (len(BASELINES) + len(_RESERVING) + 2)]
     reserved = {row.method: row.reserved_bytes for row in reversed(group.ok)}
     cuts = [(reserved.get(name) or 0) / (ours.row.reserved_bytes or 1) for name in _RESERVING]
-    shown = [ours.cells[key].text for key in ("s_per_step", *(f"of_{name}" for name in BASELINES), "reserved_bytes")]
-    return [*about, ours.row.label, *shown, *(f"{cut:.2f}" if cut and ours.row.reserved_bytes else "" for cut in cuts)]
+    texts = [ours.cells[key].text for key in ("s_per_step", *(f"of_{name}" for name in BASELINES), "reserved_bytes")]
+    texts += [f"{cut:.2f}" if cut and ours.row.reserved_bytes else "" for cut in cuts]
+    return [*about, *(Cell(text, row=ours.index) for text in (ours.row.label, *texts))]

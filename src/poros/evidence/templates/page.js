@@ -44,7 +44,8 @@ const median = (values) => {
 
 // Round values of a scale between two bounds, about `count` of them, and the decimals that they need.
 function ticks(low, high, count) {
-  const raw = (high - low) / count || 1;
+  // Values that differ in their last bits only have no steps between them that numbers could count.
+  const raw = Math.max((high - low) / count, Math.max(Math.abs(low), Math.abs(high)) * 1e-9) || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw * 0.75);
   const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
@@ -308,13 +309,16 @@ function order(a, b, sign) {
   return sign * (isNumber ? first - second : first.localeCompare(second, undefined, { numeric: true }));
 }
 
+// What a cell is found by: of a verdict, not the settings of the check, which are another row's.
+const wordsOf = (cell) => (cell.matches(".verdict") ? cell.textContent.replace(/\([^)]*\)/g, "") : cell.textContent);
+
 function filterable(table) {
   const words = document.getElementById("filter"), model = document.getElementById("model");
   const rows = [...table.tBodies[0].rows];
   const apply = () => {
     const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows) {
-      const text = [...row.querySelectorAll("th, td:not(.number), .none")].map((cell) => cell.textContent).join(" ").toLowerCase();
+      const text = [...row.querySelectorAll("th, td:not(.number), .none")].map(wordsOf).join(" ").toLowerCase();
       row.hidden = !((!model.value || row.dataset.model === model.value) && wanted.every((word) => text.includes(word)));
     }
     for (const section of document.querySelectorAll(".group")) {

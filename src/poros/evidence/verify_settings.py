@@ -1,0 +1,185 @@
+"""Whether one row's settings, method, names and place can be, and agree with each other."""
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from poros.evidence.artifact import Row, SpeedRow
+from poros.evidence.engines.base import METHODS, Engine, describe
+from poros.model.shapes import shape_names
+
+Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
+
+_CLOCK_SLACK_S = 24 * 3600  # a clock may be wrong by a time zone, not by more
+_FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)  # no row is older than the schema
+_DTYPES = ("bfloat16", "float16", "float32")
+_MAX_COUNT = 2**31
+MAX_BYTES = 2**60
+_NAMES = ("run_id", "cell", "model", "family", "method", "label", "attention", "host", "gpu", "gpu_uuid", "driver")
+_COUNTS = ("seq_len", "batch_size", "accumulation", "steps", "warmup_steps", "num_passes", "resident_blocks")
+_COMMIT = re.compile(r"[0-9a-f]{7,64}(\+changes)?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_STANDARD_CELL = re.compile(
+    rf"(?P<method>{'|'.join(sorted(METHODS, key=len, reverse=True))})(-bs(?P<block_size>\d+))?(-s(?P<slots>\d+))?"
+)
+_PARITY_CELL = re.compile(
+    r"parity-(?P<path>[a-z]+)(-bs(?P<block_size>\d+)x(?P<slots>\d+))?(-acc(?P<accumulation>\d+))?(-.*)?"
+)
+
+
+def setting_problems(row: Row) -> Found:
+    """All that is wrong with a row but for its readings."""
+    yield from _names(row)
+    yield from _limits(row)
+    yield from _data(row)
+    yield from _device(row)
+    yield from _provenance(row)
+    if row.method not in METHODS:
+        yield "method", f"is {row.method!r}; there are {', '.join(METHODS)}"
+        return
+    yield from _label(row)
+    yield from _cell(row)
+    if "module" not in row.options:  # an engine of the user's own, of which nothing is known here
+        yield from _engine(row, describe(row.method))
+
+
+def _names(row: Row) -> Found:
+    for key in (*_NAMES, "link", "time_utc", "poros_commit"):
+        value = getattr(row, key)
+        if value is None:
+            continue
+        if value != value.strip() or not value:
+            yield key, f"is {value!r}; a name neither is empty nor begins or ends with a blank"
+        elif not value.isprintable():
+            yield key, f"is {value!r}; a name has no control characters"
+    if row.weights == "real" and row.model in shape_names():
+        yield "weights", f"is 'real', but {row.model} is the name of a shape, which has no weights"
+
+
+def _limits(row: Row) -> Found:
+    for key in (*_COUNTS, "block_size", "slots"):
+        value = getattr(row, key)
+        least = 1 if key in ("block_size", "slots") else 0
+        if value is not None and not least <= value < _MAX_COUNT:
+            yield key, f"is {value}; it should be from {least} to {_MAX_COUNT - 1}"
+    for key in ("budget_bytes", "gpu_memory_bytes"):
+        value = getattr(row, key)
+        if value is not None and not 0 < value < MAX_BYTES:
+            yield key, f"is {value}; it should be above 0 and below 2**60"
+    if not 1 <= row.lora.rank < _MAX_COUNT:
+        yield "lora.rank", f"is {row.lora.rank}; it should be from 1 to {_MAX_COUNT - 1}"
+    if not 0 < row.lora.alpha < 1e9:
+        yield "lora.alpha", f"is {row.lora.alpha}; it should be above 0 and below 1e9"
+    if not 0 <= row.lora.dropout < 1:
+        yield "lora.dropout", f"is {row.lora.dropout}; it should be at least 0 and below 1"
+    if not row.lora.targets or not all(row.lora.targets):
+        yield "lora.targets", f"is {row.lora.targets!r}; it should name what gets an adapter"
+    if not 0 < row.learning_rate < 1e9:
+        yield "learning_rate", f"is {row.learning_rate}; it should be above 0 and below 1e9"
+    if row.max_grad_norm is not None and not (row.max_grad_norm >= 0 and math.isfinite(row.max_grad_norm)):
+        yield "max_grad_norm", f"is {row.max_grad_norm}; it should be finite and at least 0"
+    if row.dtype not in _DTYPES:
+        yield "dtype", f"is {row.dtype!r}; there are {', '.join(_DTYPES)}"
+    if row.optimizer != "adamw":
+        yield "optimizer", f"is {row.optimizer!r}; there is adamw"
+
+
+def _data(row: Row) -> Found:
+    data = row.dataset
+    if data.name not in ("synthetic", "rows"):
+        yield "dataset.name", f"is {data.name!r}; there are synthetic and rows"
+    elif (data.name == "synthetic") != (data.path is None):
+        yield "dataset.path", f"is {data.path!r}, but the data are {data.name}; a file's rows have one, no others"
+    if data.sha256 is not None and not _SHA256.fullmatch(data.sha256):
+        yield "dataset.sha256", f"is {data.sha256!r}; it should be 64 hexadecimal digits"
+    if data.seed is not None and not 0 <= data.seed < 2**63:
+        yield "dataset.seed", f"is {data.seed}; it should not be negative"
+
+
+def _device(row: Row) -> Found:
+    """A row of a card names it, and one of a CPU has nothing to do with any."""
+    has_result = not isinstance(row, SpeedRow) or row.status == "ok"
+    if row.device is None and has_result:
+        yield "device", "is null; a row with a result says where it was computed"
+    for key in ("gpu", "gpu_memory_bytes"):
+        value = getattr(row, key)
+        if row.device == "cuda" and value is None and has_result:
+            yield key, "is null; a row measured on a card names it"
+        elif row.device == "cpu" and value is not None:
+            yield key, f"is {value!r}, but the device is the CPU"
+
+
+def _provenance(row: Row) -> Found:
+    if row.poros_commit is not None and not _COMMIT.fullmatch(row.poros_commit):
+        yield "poros_commit", f"is {row.poros_commit!r}; it should be hexadecimal, with +changes at most"
+    if not row.versions.get("torch"):
+        yield "versions", f"is {row.versions}; it should name torch at least"
+    try:
+        taken = taken_at(row)
+    except ValueError:
+        yield "time_utc", f"is {row.time_utc!r}; it should read like 2026-01-31T12:00:00Z"
+        return
+    if taken > time.time() + _CLOCK_SLACK_S:
+        yield "time_utc", f"is {row.time_utc}, which has not come yet"
+    if taken < _FIRST_DAY.timestamp():
+        yield "time_utc", f"is {row.time_utc}, before there were such rows"
+
+
+def taken_at(row: Row) -> float:
+    """Unix time of a row; ValueError if it gives none."""
+    return datetime.strptime(row.time_utc, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+
+
+def _label(row: Row) -> Found:
+    """What tables call the row must not be what they call another."""
+    if not row.label.isascii():
+        yield "label", f"is {row.label!r}; it should be ASCII"
+    for method in METHODS:
+        if method != row.method and row.label.casefold() in (method, describe(method).title.casefold()):
+            yield "label", f"is {row.label!r}, which is the method {method}; this row is of {row.method}"
+    for key, pattern in ("block_size", r"block size (\d+)"), ("slots", r"(\d+) slots?\b"):
+        said = re.search(pattern, row.label)
+        if said and said[1] != str(getattr(row, key)):
+            yield "label", f"is {row.label!r}, but {key} is {getattr(row, key)}"
+
+
+def _cell(row: Row) -> Found:
+    """A cell is its model's, and what it says of the settings is so."""
+    model, slash, name = row.cell[: len(row.model)], row.cell[len(row.model) :][:1], row.cell[len(row.model) + 1 :]
+    if model != row.model or slash != "/" or not name:
+        yield "cell", f"is {row.cell!r}; it should begin with the model and a slash: {row.model}/"
+        return
+    if isinstance(row, SpeedRow):
+        said = _STANDARD_CELL.fullmatch(name.removesuffix(_options_in_cell(row.options)))
+    else:
+        said = _PARITY_CELL.fullmatch(name)
+        if said is None:
+            yield "cell", f"is {row.cell!r}; that of a parity row reads like {row.model}/parity-strict"
+    for key, value in (said.groupdict() if said else {}).items():
+        if value is not None and value != str(getattr(row, key)):
+            yield "cell", f"is {row.cell!r}, but {key} is {getattr(row, key)}"
+
+
+def _options_in_cell(options: dict[str, Any]) -> str:
+    parts = (f"{name}-{value}" for name, value in options.items() if name != "module")
+    return "".join("-" + re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts)
+
+
+def _engine(row: Row, engine: Engine) -> Found:
+    """What the method is known to change, to take, and to be launched by."""
+    if row.changes != [*engine.changes]:
+        yield "changes", f"is {row.changes}; {row.method} changes {[*engine.changes]}"
+    if row.engine != engine.launch:
+        yield "engine", f"is {_shown(row.engine)}; that of {row.method} is {_shown(engine.launch)}"
+    for key in ("block_size", "slots"):
+        if getattr(row, key) is not None and key not in engine.settings:
+            yield key, f"is {getattr(row, key)}; {row.method} has none"
+    if engine.dropout is not None and row.lora.dropout != engine.dropout:
+        yield "lora.dropout", f"is {row.lora.dropout}; {row.method} takes {engine.dropout} only"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
