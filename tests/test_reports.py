@@ -58,6 +58,8 @@ def test_a_verdict_stands_beside_what_it_is_about_only():
 
     assert beside(steps=20) == ["PASS (strict, 20 steps)", ""]
     assert beside(steps=1, block_size=1) == ["PASS (strict, 1 step, block size 1)", ""]
+    noted = beside(options={"note": "nothing was reloaded"})
+    assert noted == ["PASS (strict, 4 steps, nothing was reloaded)", ""]
     others = {"model": "other", "weights": "real", "family": "llama", "dtype": "float32", "engine": None}
     for key, value in (*others.items(), ("quantization", None), ("double_quant", False)):
         assert beside(**{key: value}) == ["", ""], key

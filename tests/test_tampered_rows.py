@@ -171,6 +171,11 @@ TOGETHER = {
     "another family of the same model": (_set(3, "family", "llama"), "family", "other rows of run h200-1"),
     "another attention in the same run": (_set(3, "attention", "eager"), "attention", "other rows of run h200-1"),
     "another torch in the same run": (_set(3, "versions.torch", "2.4.0"), "versions", "other rows of run h200-1"),
+    "more threads in the same run": (
+        _all(*(_set(place, "options", {"num_threads": 1 + (place == 3)}) for place in range(7))),
+        "options",
+        "is {'num_threads': 2}; other rows",
+    ),
     "a week later in the same run": (_set(3, "time_utc", "2026-11-20T12:00:00Z"), "time_utc", "two days apart"),
 }
 PARITY = {
@@ -233,6 +238,16 @@ def test_passes_on_a_deterministic_path_have_the_same_losses(tmp_path):
 def test_an_engine_of_ones_own_changes_what_it_says(tmp_path):
     row = speed_row(2, changes=["a kernel"], block_size=3, options={"module": "mine.engine"})
     write_rows(tmp_path / "rows.jsonl", [row])
+    assert verify_file(tmp_path / "rows.jsonl") == []
+
+
+def test_a_cell_is_named_for_options_of_the_spec_only(tmp_path):
+    options = {"how": "well", "num_threads": 2}
+    rows = [
+        speed_row(1, cell="qwen2.5-32b/poros-bs4-how-well", options=options, poros_commit="0123abcd+4567cdef"),
+        speed_row(0, cell="qwen2.5-32b/my-own", label="my own", options=options, poros_commit="0123abcd+4567cdef"),
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
     assert verify_file(tmp_path / "rows.jsonl") == []
 
 

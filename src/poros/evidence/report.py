@@ -26,7 +26,7 @@ def markdown_report(summary: Summary, title: str) -> str:
         parts += _group(group, summary)
     if summary.parity:
         parts += ["## Parity", _parity_table([row for _, row in summary.parity])]
-        reasons = [f"{row.cell}: {verdict_text(row)}: {why_text(row)}" for _, row in summary.parity if row.reason]
+        reasons = [f"{row.cell}: {verdict_text(row)}: {why_text(row)}" for _, row in summary.parity if why_text(row)]
         parts += [f"- {inert(reason)}" for reason in reasons]
     parts += ["## Provenance", *_places(summary)]
     return "\n\n".join(parts) + "\n"
@@ -102,10 +102,10 @@ def verdict_text(row: ParityRow) -> str:
 
 
 def why_text(row: ParityRow) -> str:
-    """Why a verdict is not PASS, with the first difference."""
-    first = row.first_difference
+    """Why a verdict is not PASS, with the first difference; and what is noted besides."""
+    first, note = row.first_difference, row.options.get("note")
     if first is None:
-        return row.reason or ""
+        return "; ".join(part for part in (row.reason, note) if isinstance(part, str))
     where = f"step {first.step}, {first.surface}" + ("" if first.tensor is None else f" of {first.tensor}")
     where += "" if first.index is None else f" at {first.index}"
     bits = "" if first.found_bits is None else f" (bits {first.found_bits}, not {first.expected_bits})"

@@ -158,6 +158,7 @@ def parity_cell(rows: Iterable[tuple[int, ParityRow]], block_size: int | None = 
     for index, row in rows:
         with_what = f"{row.path}, {row.steps} {'step' if row.steps == 1 else 'steps'}"
         with_what += f", block size {row.block_size}" if row.block_size not in (None, block_size) else ""
+        with_what += f", {note}" if isinstance(note := row.options.get("note"), str) else ""
         first.setdefault(row.verdict, index)
         known = found.setdefault(row.verdict, [])
         if with_what not in known:

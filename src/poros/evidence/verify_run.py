@@ -52,6 +52,8 @@ def _settings(rows: Sequence[Placed]) -> RunProblems:
     """What speed rows of a run share; a dropout that a method declares is its own."""
     yield from _odd_ones(rows, _SETTINGS)
     yield from _odd_ones(rows, ("device",), unless_null=True)
+    threaded = [one for one in rows if "num_threads" in one.row.options]
+    yield from _odd_ones(threaded, ("options",), lambda options: {"num_threads": options["num_threads"]})
     yield from _odd_ones(rows, ("lora",), lambda lora: lora.model_dump(exclude={"dropout"}))
     same_dropout = [one for one in rows if not any("dropout" in change for change in one.row.changes)]
     yield from _odd_ones(same_dropout, ("lora",), lambda lora: {"dropout": lora.dropout})

@@ -20,8 +20,9 @@ _MAX_COUNT = 2**31
 MAX_BYTES = 2**60
 _NAMES = ("run_id", "cell", "model", "family", "method", "label", "attention", "host", "gpu", "gpu_uuid", "driver")
 _COUNTS = ("seq_len", "batch_size", "accumulation", "steps", "warmup_steps", "num_passes", "resident_blocks")
-_COMMIT = re.compile(r"[0-9a-f]{7,64}(\+changes)?")
+_COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_ADDED_OPTIONS = ("module", "num_threads")  # which no spec gives, so that no cell is named for them
 _STANDARD_CELL = re.compile(
     rf"(?P<method>{'|'.join(sorted(METHODS, key=len, reverse=True))})(-bs(?P<block_size>\d+))?(-s(?P<slots>\d+))?"
 )
@@ -71,14 +72,14 @@ def _limits(row: Row) -> Found:
             yield key, f"is {value}; it should be above 0 and below 2**60"
     if not 1 <= row.lora.rank < _MAX_COUNT:
         yield "lora.rank", f"is {row.lora.rank}; it should be from 1 to {_MAX_COUNT - 1}"
-    if not 0 < row.lora.alpha < 1e9:
-        yield "lora.alpha", f"is {row.lora.alpha}; it should be above 0 and below 1e9"
+    if not 0 < row.lora.alpha <= 1e6:
+        yield "lora.alpha", f"is {row.lora.alpha}; it should be above 0, and 1e6 at most"
     if not 0 <= row.lora.dropout < 1:
         yield "lora.dropout", f"is {row.lora.dropout}; it should be at least 0 and below 1"
     if not row.lora.targets or not all(row.lora.targets):
         yield "lora.targets", f"is {row.lora.targets!r}; it should name what gets an adapter"
-    if not 0 < row.learning_rate < 1e9:
-        yield "learning_rate", f"is {row.learning_rate}; it should be above 0 and below 1e9"
+    if not 0 < row.learning_rate <= 1000:
+        yield "learning_rate", f"is {row.learning_rate}; it should be above 0, and 1000 at most"
     if row.max_grad_norm is not None and not (row.max_grad_norm >= 0 and math.isfinite(row.max_grad_norm)):
         yield "max_grad_norm", f"is {row.max_grad_norm}; it should be finite and at least 0"
     if row.dtype not in _DTYPES:
@@ -114,7 +115,7 @@ def _device(row: Row) -> Found:
 
 def _provenance(row: Row) -> Found:
     if row.poros_commit is not None and not _COMMIT.fullmatch(row.poros_commit):
-        yield "poros_commit", f"is {row.poros_commit!r}; it should be hexadecimal, with +changes at most"
+        yield "poros_commit", f"is {row.poros_commit!r}; it should be hexadecimal: COMMIT or COMMIT+CHANGES"
     if not row.versions.get("torch"):
         yield "versions", f"is {row.versions}; it should name torch at least"
     try:
@@ -164,7 +165,7 @@ def _cell(row: Row) -> Found:
 
 
 def _options_in_cell(options: dict[str, Any]) -> str:
-    parts = (f"{name}-{value}" for name, value in options.items() if name != "module")
+    parts = (f"{name}-{value}" for name, value in options.items() if name not in _ADDED_OPTIONS)
     return "".join("-" + re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts)
 
 
