@@ -195,6 +195,15 @@ def test_two_models_do_not_mix() -> None:
         assert replays_of(model).num_programs == 2
 
 
+def test_the_pieces_of_a_split_batch_are_replayed() -> None:
+    batches = tiny.batches("llama", 3, batch_size=4)
+    reference = oracle.run(poros.prepare(llama(), device="cpu", micro_batch_size=2), batches)
+    model = replayed(llama(), micro_batch_size=2)
+    assert oracle.compare(reference, oracle.run(model, batches)) is None
+    assert replays_of(model).eager == {}
+    assert Again.num_replays == 2 * 2 * NUM_LAYERS * 2
+
+
 def test_what_cannot_be_recorded_runs_eagerly_and_is_named() -> None:
     batches = tiny.batches("llama", 4)
     model = replayed(llama(), Refused)

@@ -46,6 +46,7 @@ def load(
     block_size: int = 1,
     slots: int | None = None,
     resident_blocks: int = 0,
+    micro_batch_size: int | None = None,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -71,6 +72,7 @@ def load(
         block_size: layers a block, the unit of transfer.
         slots: blocks in the window.
         resident_blocks: blocks that stay on ``device``.
+        micro_batch_size: rows of a batch that a visit computes at a time, as for :func:`poros.prepare`.
         device: where to compute; by default CUDA if there is one, else the CPU.
         stream: ``False`` gives the resident twin by the same way: everything on ``device``.
         attn_implementation: as for ``from_pretrained``.
@@ -85,7 +87,9 @@ def load(
         ConfigError: a setting is out of its limits, or host memory does not suffice.
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = Place(compute_device(device), stream, block_size, slots, resident_blocks, poison, checksum)
+    place = Place(
+        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, poison, checksum
+    )
     files = locate(model, revision)
     config = read_gguf_config(files, gguf_file) if gguf_file else _read_config(files)
     text_family(config.model_type)
@@ -116,6 +120,7 @@ def from_shape(
     block_size: int = 1,
     slots: int | None = None,
     resident_blocks: int = 0,
+    micro_batch_size: int | None = None,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -136,7 +141,9 @@ def from_shape(
     The other arguments, and the errors, are those of :func:`load`.
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
-    place = Place(compute_device(device), stream, block_size, slots, resident_blocks, poison, checksum)
+    place = Place(
+        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, poison, checksum
+    )
     if isinstance(shape, PreTrainedConfig):
         config = copy.deepcopy(shape)
     elif str(shape) in shape_names():

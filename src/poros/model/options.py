@@ -53,6 +53,7 @@ class Place:
     block_size: int
     slots: int | None
     resident_blocks: int
+    micro_batch_size: int | None
     poison: bool
     checksum: bool
 
@@ -63,6 +64,7 @@ class Place:
             block_size=self.block_size,
             slots=self.slots,
             resident_blocks=self.resident_blocks,
+            micro_batch_size=self.micro_batch_size,
             device=self.device,
             poison=self.poison,
             checksum=self.checksum,

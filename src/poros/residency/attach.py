@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from poros.errors import ConfigError, ResidencyError, UnsupportedModelError
-from poros.residency.attachment import Attachment, attachment_of, check_settings, compute_device
+from poros.residency.attachment import Attachment, attachment_of, check_sizes, compute_device
 from poros.residency.layer import refuse_kinds
 from poros.residency.report import Report
 from poros.residency.transfer import return_cached_memory
@@ -26,6 +26,7 @@ def prepare(
     block_size: int | None = None,
     slots: int | None = None,
     resident_blocks: int | None = None,
+    micro_batch_size: int | None = None,
     device: torch.device | str | None = None,
     poison: bool | None = None,
     checksum: bool | None = None,
@@ -44,6 +45,8 @@ def prepare(
             overlap the computation.
         resident_blocks: Blocks that stay on the device, spread evenly between those that stream (default 0): the more,
             the less crosses the link. They change no bit.
+        micro_batch_size: Split larger batches inside each visit, in forwards with gradients, so that one transfer
+            serves many small batches. The bits are those of a resident model whose layers split in the same way.
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite each slot before it is refilled (debugging).
         checksum: Check that each layer's recompute gives its forward's output, and name the layer if not (debugging).
@@ -63,8 +66,14 @@ def prepare(
         )
     attachment = attachment_of(model)
     if attachment is not None:
-        asked = {"block_size": block_size, "slots": slots, "resident_blocks": resident_blocks, "device": device}
-        _check_same_settings(attachment, {**asked, "poison": poison, "checksum": checksum})
+        asked: dict[str, Any] = {
+            "block_size": block_size,
+            "slots": slots,
+            "resident_blocks": resident_blocks,
+            "device": device,
+        }
+        asked |= {"micro_batch_size": micro_batch_size, "poison": poison, "checksum": checksum}
+        _check_same_settings(attachment, asked)
         attachment.guard(model)
         attachment.settle()
         return model
@@ -73,6 +82,7 @@ def prepare(
         block_size=1 if block_size is None else block_size,
         slots=slots,
         resident_blocks=0 if resident_blocks is None else resident_blocks,
+        micro_batch_size=micro_batch_size,
         device=device,
         poison=bool(poison),
         checksum=bool(checksum),
@@ -120,7 +130,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _check_same_settings(attachment: Attachment, asked: dict[str, Any]) -> None:
-    check_settings(asked["block_size"], asked["slots"], asked["resident_blocks"])
+    check_sizes(**{name: asked[name] for name in ("block_size", "slots", "resident_blocks", "micro_batch_size")})
     wanted = dict(asked)
     if asked["device"] is not None:
         wanted["device"] = compute_device(asked["device"])

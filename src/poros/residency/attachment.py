@@ -10,7 +10,6 @@ from torch import nn
 
 from poros.errors import ConfigError, ResidencyError
 from poros.residency import guards
-from poros.residency.block import streamed_forward
 from poros.residency.casts import CastBlock
 from poros.residency.cleanup import Cleanup
 from poros.residency.discover import Decoder, find_decoder
@@ -21,6 +20,7 @@ from poros.residency.report import REPACKING, Report, guarantee, precision
 from poros.residency.schedule import Schedule, spread
 from poros.residency.store import HostStore
 from poros.residency.transfer import Transfer, device_free_bytes, recorder, return_cached_memory
+from poros.residency.visit import streamed_forward
 from poros.residency.window import Window
 from poros.units import format_bytes
 
@@ -41,6 +41,7 @@ class Attachment:
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite slots before they are refilled (debugging).
         checksum: Compare each layer's recomputed output with its forward's (debugging).
+        micro_batch_size: Rows of a batch that a visit computes at a time, in forwards with gradients; None for all.
         replay: Record visits as CUDA graphs, and replay them.
     """
 
@@ -54,9 +55,12 @@ class Attachment:
         device: torch.device | str | None = None,
         poison: bool = False,
         checksum: bool = False,
+        micro_batch_size: int | None = None,
         replay: bool = False,
     ) -> None:
-        check_settings(block_size, slots, resident_blocks)
+        check_sizes(
+            block_size=block_size, slots=slots, resident_blocks=resident_blocks, micro_batch_size=micro_batch_size
+        )
         self.decoder: Decoder = find_decoder(model)
         _refuse_wrappers(model, self.decoder)
         self.model = model
@@ -66,6 +70,7 @@ class Attachment:
         self.resident_blocks = min(resident_blocks, self.num_blocks)
         self._kept: dict[int, torch.Tensor] = {}  # block -> its copy on the compute device
         self.poison, self.checksum = poison, checksum
+        self.micro_batch_size = micro_batch_size
         self.replay = replay
         self.replays: Replays | None = None  # there are none before finish()
         self.repacking_off = False  # whether the CPU would repack 4-bit weights in an evaluation
@@ -352,21 +357,25 @@ def compute_device(device: torch.device | str | None) -> torch.device:
     return device
 
 
-def check_settings(block_size: int | None, slots: int | None, resident_blocks: int | None = 0) -> None:
-    """Refuse sizes that are no sizes."""
-    for name, value, least in (
-        ("block_size", block_size, 1),
-        ("slots", slots, 1),
-        ("resident_blocks", resident_blocks, 0),
-    ):
-        if value is not None and type(value) is not int:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-    if resident_blocks is not None and resident_blocks < 0:
-        raise ConfigError(f"resident_blocks is {resident_blocks}; it must be at least 0 (every block streams)")
-    if block_size is not None and block_size < 1:
-        raise ConfigError(f"block_size is {block_size}; it must be at least 1 (layers a block)")
-    if slots is not None and slots < 1:
-        raise ConfigError(f"slots is {slots}; it must be at least 1 (2 or more let copies overlap the computation)")
+# size -> the least that it may be, and what that means
+_LEAST = {
+    "block_size": (1, "layers a block"),
+    "slots": (1, "2 or more let copies overlap the computation"),
+    "resident_blocks": (0, "every block streams"),
+    "micro_batch_size": (1, "rows of a batch"),
+}
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Refuse sizes that are no sizes; None stands for a default."""
+    for name, value in sizes.items():
+        least, meaning = _LEAST[name]
+        if value is None:
+            continue
+        if type(value) is not int:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least} ({meaning})")
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least} ({meaning})")
 
 
 def _refuse_wrappers(model: nn.Module, decoder: Decoder) -> None:

@@ -14,15 +14,14 @@ runs under the restored state; its differentiation runs under the backward's own
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from poros.errors import ChecksumError, ResidencyError
-from poros.residency.caches import fresh_cache, refuse_left_empty, with_private_caches
-from poros.residency.capture import captured_outputs, refuse_compiling
+from poros.residency.caches import fresh_cache
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
 from poros.residency.inventory import Inventory, Place
@@ -44,6 +43,7 @@ class Residency(Protocol):
     cleanup: Cleanup
     lock: AbstractContextManager[Any]
     checksum: bool
+    micro_batch_size: int | None
     replays: Replays | None
 
     def views(self, slot: int, layer: StreamedLayer) -> list[torch.Tensor]: ...
@@ -75,39 +75,6 @@ def visiting(residency: Residency, layer: StreamedLayer, phase: Phase) -> Iterat
         yield
 
 
-def streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``layer`` as its own ``forward(*args, **kwargs)`` would have run on a resident model."""
-    refuse_compiling()
-    with residency.lock:
-        return _streamed_forward(residency, layer, args, kwargs)
-
-
-def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    residency.cleanup.finish()
-    inventory = layer.walk(residency.device)
-    if len(inventory.modules) != layer.num_guarded:
-        residency.guard_inside(layer)
-    refuse_left_empty(layer, (*args, *kwargs.values()))
-    if not torch.is_grad_enabled():
-        with visiting(residency, layer, Phase.INFERENCE):
-            return run_layer(layer, args, kwargs)
-    seen = "hidden_states" in captured_outputs() or is_hooked(layer)
-    args, kwargs = with_private_caches(layer, args, kwargs)
-    call = Call(residency, layer, inventory, (args, kwargs), shared=seen)
-    if not any(tensor.requires_grad for tensor in call.tensors):
-        with visiting(residency, layer, Phase.INFERENCE):
-            return run_layer(layer, args, kwargs)
-    return call.run()
-
-
-def is_hooked(layer: StreamedLayer) -> bool:
-    """Whether somebody's hook sees the layer's input, and so may use it elsewhere."""
-    return any(
-        seen is not None and (seen.module._forward_hooks or seen.module._forward_pre_hooks)
-        for seen in (layer, layer.before)
-    )
-
-
 def run_layer(layer: StreamedLayer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The layer's own forward, without the checkpointing that transformers may wrap round it: a visit recomputes."""
     state = layer.module.__dict__
@@ -121,6 +88,15 @@ def run_layer(layer: StreamedLayer, args: Sequence[Any], kwargs: dict[str, Any])
             del state["gradient_checkpointing"]
         else:
             state["gradient_checkpointing"] = flag
+
+
+class Gradients(NamedTuple):
+    """What a visit's backward found, in the order in which autograd was given the tensors."""
+
+    of_inputs: list[torch.Tensor | None]
+    of_parameters: list[torch.Tensor | None]
+    carried: list[torch.Tensor | None]  # of the carriers
+    further: list[torch.Tensor | None]  # of the inputs' further uses
 
 
 class Call:
@@ -163,7 +139,8 @@ class Call:
     def run(self) -> Any:
         """Run the layer forward, tell autograd about it, and return what the layer returned."""
         tensors = self.tensors
-        outputs, differentiable = self._forward(tensors)
+        with holding(self.residency, self.layer, Phase.FORWARD) as slot:
+            outputs, differentiable = self.forward_in(slot)
         carriers = [] if self.carriers is None else self.carriers.join(self.trainables.parameters)
         apply: Any = VisitFunction.apply
         returned = apply(self, outputs, differentiable, len(tensors), *tensors, *carriers, *self._further_uses())
@@ -175,12 +152,11 @@ class Call:
         """Mappings among the arguments, apart from the keyword arguments themselves."""
         return len(self._mappings) - 1
 
-    def _forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[bool]]:
-        """Run the layer; return its output tensors without their graph, and which of them require gradients."""
+    def forward_in(self, slot: int) -> tuple[list[torch.Tensor], list[bool]]:
+        """Run the layer over ``slot``; return its outputs without their graph, and which of them require gradients."""
         replays = self.residency.replays
-        with holding(self.residency, self.layer, Phase.FORWARD) as slot:
-            replayed = None if replays is None else replays.forward(self, slot)
-            return replayed or self._forward_eagerly(tensors, slot)
+        replayed = None if replays is None else replays.forward(self, slot)
+        return replayed or self._forward_eagerly(self.tensors, slot)
 
     def _forward_eagerly(self, tensors: Sequence[torch.Tensor], slot: int) -> tuple[list[torch.Tensor], list[bool]]:
         versions = [tensor._version for tensor in tensors]
@@ -206,17 +182,25 @@ class Call:
     ) -> list[torch.Tensor | None]:
         """Recompute the layer over reloaded weights; return the gradients of what :meth:`run` gave to autograd."""
         self.residency.cleanup.finish()
-        replays = self.residency.replays
         with holding(self.residency, self.layer, Phase.BACKWARD) as slot:
-            found = None if replays is None else replays.backward(self, slot, tensors, grads)
-            if found is None:
-                return self._differentiate_eagerly(tensors, grads, slot)
+            found = self.differentiate_in(slot, tensors, grads)
+        return [*found.of_inputs, *found.of_parameters, *found.carried, *found.further]
+
+    def differentiate_in(
+        self, slot: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> "Gradients":
+        """The gradients, from a recompute over ``slot``."""
+        replays = self.residency.replays
+        found = None if replays is None else replays.backward(self, slot, tensors, grads)
+        if found is None:
+            return self._differentiate_eagerly(tensors, grads, slot)
         of_inputs = iter(found[: sum(self.needs_grad)])
-        return [next(of_inputs) if needs else None for needs in self.needs_grad] + found[sum(self.needs_grad) :]
+        of_parameters = found[sum(self.needs_grad) :]
+        return Gradients([next(of_inputs) if needs else None for needs in self.needs_grad], of_parameters, [], [])
 
     def _differentiate_eagerly(
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], slot: int
-    ) -> list[torch.Tensor | None]:
+    ) -> "Gradients":
         num_inputs = len(self.needs_grad)
         leaves, parameters = self._leaves(tensors[:num_inputs]), tensors[num_inputs:]
         with self.bound(slot):
@@ -244,7 +228,8 @@ class Call:
         if self.carriers is not None:
             direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, direct, outputs)
         gradients = iter(of_inputs)
-        return [next(gradients) if needs else None for needs in self.needs_grad] + direct + carried + further
+        whole = [next(gradients) if needs else None for needs in self.needs_grad]
+        return Gradients(whole, direct, carried, further)
 
     def _further_uses(self) -> list[torch.Tensor]:
         """Each input once more for each use beyond its first."""
