@@ -30,9 +30,9 @@ check: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m gpu
 
-# Two tiny models, three methods, no GPU: shows a benchmark at work. Its results are in out/bench/.
+# Two tiny models, three methods, no GPU: shows a benchmark at work. Its results are in out/bench/. What an interrupted
+# run has measured is kept, and a complete one is not run again: to start anew, delete the folder first.
 bench: $(INSTALLED)
-	rm -rf out/bench
 	$(BIN)/poros bench matrix configs/bench/cpu_tiny.yaml -o out/bench
 
 # torch comes first and alone: another package must not choose its build.

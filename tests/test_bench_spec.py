@@ -10,7 +10,7 @@ import yaml
 from poros.errors import ConfigError
 from poros.evidence.engines.base import METHODS, CellRequest, Lora, describe
 from poros.evidence.matrix import order
-from poros.evidence.spec import BenchSpec, describe_spec, first_difference, load_spec
+from poros.evidence.spec import BenchSpec, describe_spec, file_name, first_difference, load_spec
 from tests import tiny_run
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def test_shipped_specs_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_large_spec_compares_every_method_at_the_size_of_the_claims() -> None:
     spec = load_spec(ROOT / "configs" / "bench" / "h200_qwen25_32b.yaml")
     assert {method.method for method in spec.methods} == set(METHODS)
-    assert {m.block_size for m in spec.methods if m.method == "poros"} == {1, 4}
+    assert {m.block_size for m in spec.methods if m.method == "poros"} == {1}
     assert (spec.seq_len, spec.steps, spec.warmup_steps, spec.passes) == (512, 15, 3, 3)
 
 
@@ -101,6 +101,13 @@ def test_methods_take_turns_and_models_follow_each_other(tmp_path: Path) -> None
         ({"dataset": "wikitext"}, "dataset is 'wikitext'; write synthetic, or {path: FILE.jsonl}"),
         ({"environments": {"resident": "x"}}, "resident takes no folder of packages; poros-train, unsloth do"),
         ({"name": "a b"}, "name is 'a b'"),
+        ({"seq_len": 10**8}, "seq_len is 100000000; expected less than or equal to 1048576"),
+        ({"batch_size": 10**12}, "batch_size is 1000000000000; expected less than or equal to 65536"),
+        ({"steps": 10**20}, "steps is 100000000000000000000; expected less than or equal to 1000000"),
+        ({"lora": {"rank": 10**8}}, "lora.rank is 100000000; expected less than or equal to 65536"),
+        ({"seed": 2**32}, "seed is 4294967296; expected less than or equal to 4294967295"),
+        ({"methods": [{"method": "poros", "options": {"x": float("nan")}}]}, "options cannot be written into a row"),
+        ({"dataset": {"path": "rows.jsonl"}}, "dataset.path is a file, but qwen2.5-7b is a shape, which has no tok"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line_and_its_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -120,11 +127,25 @@ def test_a_wrong_setting_of_a_list_is_told_with_its_own_line(tmp_path: Path) -> 
 def test_the_first_setting_in_which_two_specs_differ_is_named(tmp_path: Path) -> None:
     one = read(tmp_path)
     assert first_difference(one, read(tmp_path)) is None
-    assert first_difference(one, read(tmp_path, cache="elsewhere")) is None
+    assert first_difference(one, read(tmp_path, cache="elsewhere", time_limit_s=5)) is None
     assert first_difference(one, read(tmp_path, steps=9)) == "steps is 9, and was 15"
     assert first_difference(one, read(tmp_path, methods=["poros"])) == (
         "methods[0].method is 'poros', and was 'resident'"
     )
+
+
+def test_real_weights_do_not_go_by_the_name_of_a_shape(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    said = refusal(tmp_path, models=[{"name": "qwen2.5-7b", "shape": str(tmp_path)}])
+    assert "name is 'qwen2.5-7b', a shape's, but the weights are real" in said
+
+
+def test_files_of_passes_are_not_hidden_and_not_too_long() -> None:
+    assert file_name(".hidden/resident") == "hidden__resident"
+    long = file_name(f"{'folder/' * 60}a/resident"), file_name(f"{'folder/' * 60}b/resident")
+    assert max(map(len, long)) < 140
+    assert long[0] != long[1]
 
 
 def test_a_method_that_takes_no_dropout_gets_none(tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """``poros parity``: right when nothing is wrong, and right about what is wrong; one screen whatever it is given."""
 
 import re
+import sys
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 from scripts import validation_tables
 
+from poros.cli.rows import add_row
 from poros.errors import ConfigError
 from poros.evidence import parity, twins
 from poros.evidence.artifact import read_rows
-from poros.evidence.parity import ParitySettings, build_twins, check
+from poros.evidence.parity import ParityResult, ParitySettings, build_twins, check
 from poros.evidence.verify import verify_file
 from poros.residency.attachment import attachment_of
 from poros.residency.discover import find_decoder
@@ -233,7 +236,15 @@ def test_the_exit_status_is_the_verdict(llama, monkeypatch, tmp_path, plant, sta
         (["--path", "fast"], "'strict', *│?\\s*│? *'math'"),
         (["--dropout", "1"], "dropout is 1.0; it must be at least 0 and less than 1"),
         (["--device", "tpu"], "device 'tpu' is not a device"),
-        (["--rows", "/nowhere/rows.jsonl"], "give a file in a folder that exists"),
+        (["--rank", "100000000"], "65536"),
+        (["--seq-len", "100000000"], "1048576"),
+        (["--batch-size", "1000000000000"], "65536"),
+        (["--steps", "100000000000000000000"], "1000000"),
+        (["--seed", "4294967296"], "4294967295"),
+        (["--seq-len", "1000000", "--batch-size", "60000"], "tokens .* needs 6.5 TiB of host memory"),
+        (["--name", ""], "name is empty"),
+        (["--rows", "/tmp"], "--rows '/tmp' cannot be written: Is a directory"),
+        (["--rows", "/nowhere/rows.jsonl"], "Give a file in a folder that exists"),
         pytest.param(
             ["--device", "cuda"],
             "torch sees no CUDA device",
@@ -244,6 +255,77 @@ def test_the_exit_status_is_the_verdict(llama, monkeypatch, tmp_path, plant, sta
 )
 def test_a_wrong_option_ends_on_one_screen(llama, options, said):
     assert_one_screen(tiny_run.poros("parity", llama, *options), said)
+
+
+def test_a_full_memory_is_an_error_and_no_verdict(llama, monkeypatch):
+    said = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    for error in (RuntimeError(said), MemoryError(), OSError(12, "Cannot allocate memory"), torch.OutOfMemoryError()):
+        monkeypatch.setattr(parity, "step_together", raising(error))
+        assert_one_screen(tiny_run.poros("parity", llama, *QUICK_OPTIONS), "memory is full|Cannot allocate memory")
+
+
+@pytest.mark.parametrize("options", [[], ["--debug"]])
+@pytest.mark.parametrize("error", [KeyError("surprise"), ConfigError("surprise")], ids=repr)
+def test_no_error_has_the_exit_status_of_a_verdict(llama, monkeypatch, error, options):
+    monkeypatch.setattr(parity, "build_twins", raising(error))
+    ended = tiny_run.poros("parity", llama, *options)
+    assert ended.exit_code == 2
+    assert "surprise" in ended.output
+    assert ("Traceback" in ended.output) == (options != [] or isinstance(error, KeyError))
+
+
+def raising(error):
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+def test_of_two_paths_the_worst_verdict_decides(llama, monkeypatch):
+    for verdicts, status in ((["INCONCLUSIVE", "FAIL"], 1), (["PASS", "INCONCLUSIVE"], 3), (["FAIL", "PASS"], 1)):
+        coming = iter(verdicts)
+        monkeypatch.setattr(parity, "build_twins", lambda settings: SimpleNamespace(weights="random", device="cpu"))
+        monkeypatch.setattr(
+            parity, "check", lambda *_, coming=coming, **__: ParityResult(next(coming), None, {}, None, 0.0, [], 1, {})
+        )
+        assert tiny_run.poros("parity", llama, "--path", "strict", "--path", "math").exit_code == status
+
+
+def test_the_row_has_the_name_that_a_spec_gives_the_model_and_a_line_of_its_own(llama, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    options = [*QUICK_OPTIONS, "--steps", "1", "--name", "one", "--rows", rows]
+    assert tiny_run.poros("parity", llama, *options).exit_code == 0
+    rows.write_text(rows.read_text().rstrip("\n"))
+    assert tiny_run.poros("parity", llama, *options).exit_code == 0
+    assert [(row.model, row.cell) for row in read_rows(rows)] == [("one", "one/parity-strict-bs1x2-acc1")] * 2
+
+
+def test_a_verdict_is_told_and_kept_though_its_file_cannot_be_written(llama, tmp_path, monkeypatch):
+    command = sys.modules["poros.cli.parity"]  # the package's attribute of that name is the function
+    monkeypatch.setattr(command, "spare_file", lambda: tmp_path / "spare.jsonl")
+    writable = add_row
+
+    def full(path, row):
+        if path.name == "rows.jsonl":
+            raise OSError(28, "No space left on device")
+        writable(path, row)
+
+    monkeypatch.setattr(command, "add_row", full)
+    paths = ["--path", "strict", "--path", "math", "--rows", tmp_path / "rows.jsonl"]
+    ended = tiny_run.poros("parity", llama, *QUICK_OPTIONS, *paths)
+    assert ended.exit_code == 2
+    assert ended.stdout.count("PASS (0.00e+00)") == 2
+    assert f"What is missing from it is in {tmp_path / 'spare.jsonl'}" in ended.stderr
+    assert [row.path for row in read_rows(tmp_path / "spare.jsonl")] == ["strict", "math"]
+
+
+def test_a_verdict_says_when_every_block_fits_the_window(llama, models):
+    note = "every block fits the window, so nothing was reloaded"
+    wide = ParitySettings(llama, **{**QUICK, "slots": 4})
+    result = check(wide)
+    assert str(result) == f"PASS (0.00e+00); {note}"
+    assert result.row().options == {"poison": False, "note": note}
+    assert check(*models).note is None
 
 
 @pytest.mark.parametrize(

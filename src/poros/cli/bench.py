@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from poros.cli.rows import add_row, require_writable
 from poros.cli.screen import Debug
+from poros.cli.troubles import no_verdict
+from poros.errors import PorosError
 
 
 def _show_settings(wanted: bool) -> None:
@@ -37,20 +40,38 @@ def run(
 
     One pass has no spread: it shows that a spec works and roughly what to expect. "bench matrix" measures.
     """
-    from poros.evidence.artifact import append_row
-    from poros.evidence.matrix import run_matrix
+    from poros.evidence.matrix import ROWS, run_matrix
     from poros.evidence.spec import load_spec
 
-    rows_file = output or Path(f"{load_spec(spec).name}.rows.jsonl")
-    folder = Path(tempfile.mkdtemp(prefix="poros-bench-"))
-    rows = run_matrix(spec, folder, typer.echo, passes=1)
-    for row in rows:
-        append_row(rows_file, row)
-    typer.echo(f"added to {rows_file}: {len(rows)} rows")
-    if any(row.status != "ok" for row in rows):
-        typer.echo(f"what the methods said is in {folder / 'logs'}")
+    with no_verdict(debug=debug):
+        rows_file = output or Path(f"{load_spec(spec).name}.rows.jsonl")
+        require_writable(rows_file, "--output")
+        folder = Path(tempfile.mkdtemp(prefix="poros-bench-"))
+        try:
+            rows = run_matrix(spec, folder, typer.echo, passes=1)
+        except BaseException:
+            _keep_if_measured(folder)
+            raise
+        try:
+            for row in rows:
+                add_row(rows_file, row)
+        except OSError as error:
+            raise PorosError(
+                f"{rows_file} could not be written: {error.strerror}. All rows are in {folder / ROWS}."
+            ) from None
+        typer.echo(f"added to {rows_file}: {len(rows)} rows")
+        if any(row.status != "ok" for row in rows):
+            typer.echo(f"what the methods said is in {folder / 'logs'}")
+        else:
+            shutil.rmtree(folder)
+
+
+def _keep_if_measured(folder: Path) -> None:
+    """Say where the passes of a run are that was ended early, or leave nothing behind if there are none."""
+    if any((folder / "passes").glob("*.json")):
+        typer.echo(f"what was measured until then is in {folder}", err=True)
     else:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def matrix(
@@ -61,12 +82,13 @@ def matrix(
 ) -> None:
     """Run every pass of every method on every model, each in a process of its own, the methods taking turns.
 
-    Interrupted, it goes on where it was when the same command is given again. Running out of memory, a missing package
-    and a crash are results. The rows are in the file rows.jsonl of the output folder.
+    Interrupted, it goes on where it was when the same command is given again. Running out of memory, a missing package,
+    a loss that is not finite and a crash are results. The rows are in the file rows.jsonl of the output folder.
     """
     from poros.evidence.matrix import ROWS, run_matrix
 
-    rows = run_matrix(spec, output, typer.echo)
+    with no_verdict(debug=debug):
+        rows = run_matrix(spec, output, typer.echo)
     failed = sum(row.status != "ok" for row in rows)
     said = f"{len(rows)} rows in {output / ROWS}"
     typer.echo(

@@ -10,7 +10,6 @@ imported before a method is built, and nothing after.
 """
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -26,7 +25,9 @@ from poros.errors import PorosError
 from poros.evidence.engines.base import CellRequest, Engine, load_engine
 from poros.evidence.engines.batches import make_batches
 from poros.evidence.engines.recorder import Recorder
+from poros.evidence.failures import DivergedError, first_line, is_memory_full
 from poros.evidence.provenance import provenance
+from poros.evidence.records import threads_asked_for, write_json
 from poros.train.loop import train_step, trainable
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
@@ -38,8 +39,8 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
     module = load_engine(request.method, request.module)
     engine: Engine = module.ENGINE
     place = provenance(*engine.packages)
-    facts = {"device": recorder.device.type}
-    _write(Path(request.record).with_suffix(".draft"), {"provenance": place, "facts": facts})
+    facts = {"device": recorder.device.type, "num_threads": torch.get_num_threads(), **threads_asked_for(os.environ)}
+    write_json(Path(request.record).with_suffix(".draft"), {"provenance": place, "facts": facts})
     outcome: dict[str, Any] = {"status": "ok", "reason": None}
     try:
         recorder.check_device()
@@ -68,14 +69,12 @@ def run_cell(request: CellRequest) -> dict[str, Any]:
 
 def status_of(error: Exception) -> str:
     """What a failure is called in a row."""
-    text = str(error).lower()
-    memory = ("out of memory", "can't allocate memory", "not enough memory")  # of CUDA calls, and of torch on a CPU
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or is_memory_full(error):
         return "out_of_memory"
-    if isinstance(error, RuntimeError) and any(phrase in text for phrase in memory):
+    if isinstance(error, PorosError) and "more than is free" in str(error):  # the refusal before host memory runs out
         return "out_of_memory"
-    if isinstance(error, PorosError) and "more than is free" in text:  # the refusal before host memory runs out
-        return "out_of_memory"
+    if isinstance(error, DivergedError):
+        return "diverged"
     if isinstance(error, ImportError):
         return "missing_package"
     return "unsupported" if isinstance(error, PorosError) else "crashed"
@@ -83,9 +82,8 @@ def status_of(error: Exception) -> str:
 
 def last_line(error: Exception) -> str:
     """An exception on one line, as the last of a traceback names it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0] if lines else ""
-    if isinstance(error, PorosError):
+    said = first_line(error)
+    if isinstance(error, PorosError | DivergedError):
         return said
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
@@ -112,12 +110,6 @@ def _take_path(path: str) -> None:
         torch.backends.cuda.enable_flash_sdp(False)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)
-
-
 def _die_with_parent() -> None:
     """Let the kernel kill this process when the one that started it dies, so that no pass runs on unwatched."""
     if sys.platform == "linux":
@@ -132,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
     request = CellRequest.parse(Path(arguments[0]).read_text())
     if request.folder is not None:
         sys.path.insert(0, request.folder)
-    _write(Path(request.record), run_cell(request))
+    write_json(Path(request.record), run_cell(request))
 
 
 if __name__ == "__main__":

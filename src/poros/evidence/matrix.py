@@ -2,14 +2,14 @@
 
 Layout of the output folder:
 
-- ``spec.yaml``: the spec, as it was given; ``run.json``: the run's id.
+- ``spec.yaml``: the spec, as it was given; ``run.json``: the run's id, and hashes of the files that it reads.
 - ``passes/CELL-PASS.json``: the record of each pass. What exists is not measured again, so an interrupted run resumes.
 - ``logs/CELL-PASS.log``: what the pass's process said.
 - ``rows.jsonl``: a row for each cell whose passes are all done, or one of which failed; written anew after each pass.
+  Rows of parity that were added to it stay in it.
 """
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,19 +20,18 @@ from statistics import median
 from typing import Any
 from uuid import uuid4
 
-from poros.errors import ConfigError
-from poros.evidence.artifact import SpeedRow, write_rows
+from poros.errors import ConfigError, ResultError
+from poros.evidence.artifact import ParityRow, SpeedRow, read_rows, write_rows
 from poros.evidence.engines.base import CellRequest, dataset_of
+from poros.evidence.preflight import fingerprints, require_runnable
 from poros.evidence.process import run_request
+from poros.evidence.records import Record, expected_here, read_json, read_record, require_same_place, write_json
 from poros.evidence.spec import BenchSpec, MethodSpec, ModelSpec, cell_name, file_name, first_difference, load_spec
 from poros.units import format_bytes
 
 ROWS = "rows.jsonl"
 _SPEC = "spec.yaml"
 _RUN = "run.json"
-# Of the place, what must be the same for all passes of a run; and what for all passes of a cell.
-_SAME_IN_RUN = ("host", "gpu", "gpu_uuid", "driver", "poros_commit")
-_SAME_IN_CELL = ("versions",)
 
 Say = Callable[[str], None]
 
@@ -60,10 +59,11 @@ def run_matrix(spec_file: Path, out: Path, say: Say, *, passes: int | None = Non
         passes: of each method, instead of the spec's.
 
     Raises:
-        ConfigError: the spec is not valid; ``out`` belongs to another spec, or is in use; or this is not the machine,
-            the set of packages or the commit with which the run began.
+        ConfigError: the spec is not valid, or names what is not there; ``out`` belongs to another spec, is in use, or
+            has a damaged file; or this is not the machine, the set of packages or the commit with which the run began.
     """
     spec = load_spec(spec_file)
+    require_runnable(spec)
     with _claimed(out):
         run_id = _settle(spec, spec_file, out)
         counted = spec if passes is None else spec.model_copy(update={"passes": passes})
@@ -89,27 +89,48 @@ class _Run:
     def __init__(self, spec: BenchSpec, out: Path, run_id: str) -> None:
         self.spec, self.out, self.run_id = spec, out, run_id
         self._passes = out / "passes"
-        self.records: dict[tuple[str, int], dict[str, Any]] = {}  # (cell, pass) -> record
+        self._own_packages = {cell.name: cell.method.engine.folder for cell in cells(spec)}
+        self.records: dict[tuple[str, int], Record] = {}  # (cell, pass) -> record
         for cell, number in order(spec):
-            if self._file(cell, number).exists():
-                self.records[cell.name, number] = json.loads(self._file(cell, number).read_text())
+            file = self._file(cell, number)
+            if file.exists():
+                record = read_record(file, cell.name, number, spec.steps)
+                if not self._had_less_time(record):
+                    require_same_place(record, self.records.values(), self._own_packages, out)
+                    self.records[cell.name, number] = record
 
     def finish(self, say: Say) -> list[SpeedRow]:
         """Run every pass that is missing; a cell that has failed is not run again."""
         for left in (*self._passes.glob("*.request"), *self._passes.glob("*.draft")):  # of a run that was killed
             left.unlink()
-        if self.records:
-            say(f"{len(self.records)} passes are there already")
+        if count := len(self.records):
+            say("1 pass is there already" if count == 1 else f"{count} passes are there already")
         rows = self._write_rows()
         for cell, number in order(self.spec):
             if (cell.name, number) in self.records or self._failure(cell) is not None:
                 continue
-            record = run_request(self._request(cell, number), self._log(cell, number), self.spec.time_limit_s)
-            self._require_same_place(cell, number, record)
+            record = self._measure(cell, number)
             self.records[cell.name, number] = record
             rows = self._write_rows()
             say(f"{cell.name}  pass {number} of {self.spec.passes}  {_brief(record)}")
         return rows
+
+    def _measure(self, cell: Cell, number: int) -> Record:
+        """Run a pass. Where it will run is looked at before, so that no reading is taken that cannot be kept."""
+        request, file = self._request(cell, number), self._file(cell, number)
+        here = expected_here(cell.name, request.method, request.module, request.folder)
+        require_same_place(here, self.records.values(), self._own_packages, self.out)
+        file.unlink(missing_ok=True)  # of a pass that had less time
+        record = run_request(request, self._log(cell, number), self.spec.time_limit_s)
+        try:
+            require_same_place(record, self.records.values(), self._own_packages, self.out)
+        except ConfigError:  # the place has changed meanwhile
+            file.unlink(missing_ok=True)
+            raise
+        return record
+
+    def _had_less_time(self, record: Record) -> bool:
+        return record["status"] == "timeout" and record.get("time_limit_s", 0) < self.spec.time_limit_s
 
     def _request(self, cell: Cell, number: int) -> CellRequest:
         spec, method = self.spec, cell.method
@@ -147,11 +168,25 @@ class _Run:
         )
 
     def _write_rows(self) -> list[SpeedRow]:
+        """Write all rows that there are, those of parity behind the others; returns the others."""
         done = (cell for cell in cells(self.spec) if self._is_done(cell))
-        rows = [self._row(cell) for cell in done]
+        rows, added = [self._row(cell) for cell in done], self._added_rows()
         if rows:
-            write_rows(self.out / ROWS, rows)
+            write_rows(self.out / ROWS, [*rows, *added])
         return rows
+
+    def _added_rows(self) -> list[ParityRow]:
+        """Rows of parity in the file of rows, which nothing but that file holds."""
+        file = self.out / ROWS
+        if not file.exists() or not file.stat().st_size:
+            return []
+        try:
+            return [row for row in read_rows(file) if isinstance(row, ParityRow)]
+        except ResultError as error:
+            raise ConfigError(
+                f"{error}\n{file} would be written anew, and a row of parity in it might be lost: mend or remove the "
+                "line. Rows of speed may be removed, they are made from the files in passes."
+            ) from None
 
     def _row(self, cell: Cell) -> SpeedRow:
         request = self._request(cell, 1)
@@ -185,7 +220,7 @@ class _Run:
             dataset=facts.get("dataset", dataset_of(request)),
             learning_rate=request.learning_rate,
             max_grad_norm=request.max_grad_norm,
-            options=_options(cell.method),
+            options=_options(cell.method, facts),
             steps=request.steps,
             warmup_steps=request.warmup_steps,
             num_passes=self.spec.passes,
@@ -204,7 +239,7 @@ class _Run:
             key: value
             for record in (record for some in others for record in some)
             for key, value in record["facts"].items()
-            if key in ("family", "dataset", "device")
+            if key in ("family", "dataset", "device", "num_threads")
         }
         return {**shared, **{key: value for record in records for key, value in record["facts"].items()}}
 
@@ -218,19 +253,6 @@ class _Run:
     def _is_done(self, cell: Cell) -> bool:
         return self._failure(cell) is not None or len(self._records(cell)) == self.spec.passes
 
-    def _require_same_place(self, cell: Cell, number: int, record: dict[str, Any]) -> None:
-        """Refuse a pass that was not run where the others were, and drop its record."""
-        for (other, _), known in self.records.items():
-            keys = (*_SAME_IN_RUN, *(_SAME_IN_CELL if other == cell.name else ()))
-            for key in keys:
-                was, now = known["provenance"].get(key), record["provenance"].get(key)
-                if was != now:
-                    self._file(cell, number).unlink(missing_ok=True)
-                    raise ConfigError(
-                        f"{self.out} cannot be finished here: {key} is {now!r}, and was {was!r} when {other} was "
-                        "measured. Passes of two places are not compared: finish it there, or start in a new folder."
-                    )
-
     def _file(self, cell: Cell, number: int) -> Path:
         return self._passes / f"{file_name(cell.name)}-{number}.json"
 
@@ -238,8 +260,14 @@ class _Run:
         return self.out / "logs" / f"{file_name(cell.name)}-{number}.log"
 
 
-def _options(method: MethodSpec) -> dict[str, Any]:
-    return method.options if method.module is None else {**method.options, "module": method.module}
+def _options(method: MethodSpec, facts: dict[str, Any]) -> dict[str, Any]:
+    """The row's: those of the method, the user's own engine, and on a CPU the number of threads."""
+    options = dict(method.options)
+    if method.module is not None:
+        options["module"] = method.module
+    if facts.get("device") == "cpu" and "num_threads" in facts:
+        options["num_threads"] = facts["num_threads"]
+    return options
 
 
 def _brief(record: dict[str, Any]) -> str:
@@ -263,7 +291,11 @@ def _claimed(out: Path) -> Iterator[None]:
         (out / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out} cannot be used as a folder for results: {error.strerror}") from None
-    with (out / ".lock").open("w") as lock:
+    try:
+        lock = (out / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -273,17 +305,36 @@ def _claimed(out: Path) -> Iterator[None]:
 
 def _settle(spec: BenchSpec, spec_file: Path, out: Path) -> str:
     """Keep the spec in ``out``, or check that it is the one that is there; returns the run's id."""
-    if (out / _SPEC).exists() and (out / _RUN).exists():
-        difference = first_difference(load_spec(out / _SPEC), spec)
-        if difference is not None:
+    inputs = fingerprints(spec)
+    if not ((out / _SPEC).exists() and (out / _RUN).exists()):
+        if any((out / "passes").glob("*.json")):
             raise ConfigError(
-                f"{out} holds a run of another spec: {difference}. Give another folder, or go back to {out / _SPEC}."
+                f"{out} holds passes, but its {_SPEC} or {_RUN} is gone: put it back, or give another folder"
             )
-        run_id: str = json.loads((out / _RUN).read_text())["run_id"]
+        run_id = os.environ.get("POROS_RUN_ID") or f"{spec.name}-{uuid4().hex[:8]}"
+        _copy(spec_file, out / _SPEC)
+        write_json(out / _RUN, {"run_id": run_id, "inputs": inputs})
         return run_id
-    shutil.copyfile(spec_file, out / _SPEC)
-    run_id = os.environ.get("POROS_RUN_ID") or f"{spec.name}-{uuid4().hex[:8]}"
-    draft = out / f".{_RUN}.tmp"
-    draft.write_text(json.dumps({"run_id": run_id}))
-    draft.replace(out / _RUN)
-    return run_id
+    difference = first_difference(load_spec(out / _SPEC), spec)
+    if difference is not None:
+        raise ConfigError(
+            f"{out} holds a run of another spec: {difference}. Give another folder, or go back to {out / _SPEC}."
+        )
+    way_out = 'Write {"run_id": ID} with the id of its rows into it, or start in a new folder.'
+    run = read_json(out / _RUN, way_out)
+    if not isinstance(run, dict) or not isinstance(run.get("run_id"), str) or not run["run_id"]:
+        raise ConfigError(f"{out / _RUN} is damaged: it has no run_id. {way_out}")
+    known = run.get("inputs") or {}
+    changed = [name for name in inputs if name in known and known[name] != inputs[name]]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} has changed since the run in {out} began: put back what it was, or start in a new folder"
+        )
+    _copy(spec_file, out / _SPEC)  # what it may differ in is where things lie, and the time limit
+    return str(run["run_id"])
+
+
+def _copy(source: Path, target: Path) -> None:
+    draft = target.with_name(f".{target.name}.tmp")
+    shutil.copyfile(source, draft)
+    draft.replace(target)

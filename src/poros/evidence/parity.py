@@ -16,14 +16,14 @@ import torch
 from poros.evidence import provenance
 from poros.evidence.bits import Difference, Verdict
 from poros.evidence.lockstep import SURFACES, Lane, Step, copy_adapters, reproducible, step_together
-from poros.evidence.parity_result import ParityResult, memory_fields, setting_fields
-from poros.evidence.text import random_ids, token_types
+from poros.evidence.parity_result import WORST_FIRST, ParityResult, memory_fields, setting_fields, what_streamed
+from poros.evidence.text import random_ids, require_room, token_types
 from poros.evidence.twins import ParitySettings, Twins, build_twins, differing_weight, explained
 from poros.residency.discover import find_decoder
 from poros.train.encode import IGNORED
 from poros.train.loop import Batch
 
-__all__ = ["ParityResult", "ParitySettings", "Twins", "build_twins", "check"]
+__all__ = ["WORST_FIRST", "ParityResult", "ParitySettings", "Twins", "build_twins", "check"]
 
 
 def check(
@@ -44,9 +44,9 @@ def check(
 
     Raises:
         UnsupportedModelError, CheckpointError, ConfigError: the models cannot be built.
-        PorosError: the device's memory is full, or an operation has no reproducible form on the path asked for.
+        PorosError: memory is full, or an operation has no reproducible form on the path asked for.
     """
-    start = time.monotonic()
+    start, place = time.monotonic(), provenance.provenance()
     with explained(settings):
         twins = twins or build_twins(settings)
         if twins.device.type == "cuda":
@@ -71,6 +71,7 @@ def check(
                 if not math.isfinite(step.loss):
                     break
         result = _judge(tally, control_steps)
+        result.note = what_streamed(twins)
     result.fields |= {
         **setting_fields(settings, twins),
         **memory_fields(twins),
@@ -78,7 +79,7 @@ def check(
         "steps": tally.num_steps,
         "control_steps": min(control_steps, tally.num_steps),
         "wall_s": time.monotonic() - start,
-        **provenance.provenance(),
+        **place,
     }
     return result
 
@@ -169,6 +170,7 @@ def _text(settings: ParitySettings, twins: Twins) -> tuple[list[list[Batch]], di
     """The batches of each step, and what the row says of them."""
     base = twins.resident.get_base_model()
     shape = (settings.steps, settings.accumulation, settings.batch_size, settings.seq_len)
+    require_room(shape)
     ids, sha256 = random_ids(base.config, shape, settings.seed)
     ids = ids.to(twins.device)
     labels = ids.clone()

@@ -14,6 +14,7 @@ from poros.evidence.engines.base import describe
 from poros.evidence.twins import ParitySettings, Twins
 
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}  # 2 is for errors
+WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
 @dataclass
@@ -28,6 +29,7 @@ class ParityResult:
         losses: Of the resident run, at every step; what is not finite ended the check and is left out.
         num_gradients: Gradients compared in a step.
         fields: The row without the verdict: settings, memory and provenance.
+        note: What a reader of the verdict should know besides; None for nothing.
     """
 
     verdict: Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -38,6 +40,7 @@ class ParityResult:
     losses: list[float]
     num_gradients: int
     fields: dict[str, Any]
+    note: str | None = None
 
     @property
     def exit_status(self) -> int:
@@ -45,10 +48,11 @@ class ParityResult:
         return EXIT_STATUS[self.verdict]
 
     def __str__(self) -> str:
+        note = f"; {self.note}" if self.note else ""
         if self.verdict == "INCONCLUSIVE":
-            return f"INCONCLUSIVE: {self.reason}"
+            return f"INCONCLUSIVE: {self.reason}{note}"
         largest = "not finite" if self.max_abs_difference is None else f"{self.max_abs_difference:.2e}"
-        return f"{self.verdict} ({largest})" + (f": {self.reason}" if self.reason else "")
+        return f"{self.verdict} ({largest})" + (f": {self.reason}" if self.reason else "") + note
 
     def row(self) -> ParityRow:
         """The result row."""
@@ -62,8 +66,17 @@ class ParityResult:
                 "first_difference": self.first_difference and _as_fields(self.first_difference),
                 "num_gradients": self.num_gradients,
                 "losses": self.losses,
+                "options": self.fields["options"] | ({"note": self.note} if self.note else {}),
             }
         )
+
+
+def what_streamed(twins: Twins) -> str | None:
+    """The note on a check in which no block had to come a second time; None if blocks did."""
+    report = poros.report(twins.streamed)
+    if report.num_loads > report.num_blocks:
+        return None
+    return "every block fits the window, so nothing was reloaded"
 
 
 def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
@@ -72,8 +85,8 @@ def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
     base = twins.resident.get_base_model()
     window = f"bs{report.block_size}x{report.slots}-acc{settings.accumulation}" + "-poison" * settings.poison
     return {
-        "cell": f"{settings.model}/parity-{settings.path}-{window}",
-        "model": settings.model,
+        "cell": f"{settings.row_name}/parity-{settings.path}-{window}",
+        "model": settings.row_name,
         "weights": twins.weights,
         "family": twins.family,
         "method": "poros",

@@ -1,7 +1,6 @@
 """Runs one pass as a process with a time limit, and says what became of a process that cannot say it itself."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from poros.evidence.engines.base import CellRequest, describe
+from poros.evidence.provenance import provenance_of_new_process
+from poros.evidence.records import Record, read_json, read_record, threads_asked_for, write_json
 
 _ROOT = Path(__file__).resolve().parents[2]  # holds the package
 
 
-def run_request(request: CellRequest, log: Path, time_limit_s: float) -> dict[str, Any]:
+def run_request(request: CellRequest, log: Path, time_limit_s: float) -> Record:
     """Run a pass and return its record, which is in the file that the request names too.
 
     Args:
@@ -48,11 +49,10 @@ def run_request(request: CellRequest, log: Path, time_limit_s: float) -> dict[st
     if not record.exists():
         failure = _told(status, log, time_limit_s)
         wall_s = time.time() - request.started
-        _write(record, _record_of_death(request, draft) | failure | {"wall_s": wall_s})
+        write_json(record, _record_of_death(request, draft) | failure | {"wall_s": wall_s})
     for file in (request_file, draft):
         file.unlink(missing_ok=True)
-    outcome: dict[str, Any] = json.loads(record.read_text())
-    return outcome
+    return read_record(record, request.cell, request.number, request.steps)
 
 
 def _environment(request: CellRequest) -> dict[str, str]:
@@ -70,10 +70,11 @@ def _environment(request: CellRequest) -> dict[str, str]:
     }
 
 
-def _told(status: int | None, log: Path, time_limit_s: float) -> dict[str, str]:
+def _told(status: int | None, log: Path, time_limit_s: float) -> dict[str, Any]:
     """Status and reason of a pass whose process left no record."""
     if status is None:
-        return {"status": "timeout", "reason": f"not done after {time_limit_s:g} s, and killed"}
+        reason = f"not done after {time_limit_s:g} s, and killed"
+        return {"status": "timeout", "reason": reason, "time_limit_s": time_limit_s}
     said = _last_line(log)
     ending = f"exit status {status}"
     if status < 0:
@@ -86,12 +87,11 @@ def _told(status: int | None, log: Path, time_limit_s: float) -> dict[str, str]:
 def _record_of_death(request: CellRequest, draft: Path) -> dict[str, Any]:
     """A record without readings; where the pass ran is in the draft, unless it died before it could write one."""
     if draft.exists():
-        known = json.loads(draft.read_text())
+        known = read_json(draft, "Give the command again.")
     else:
-        from poros.evidence.provenance import provenance  # imports torch
-
-        place = provenance(*describe(request.method, request.module).packages)
-        known = {"provenance": place, "facts": {} if request.device == "auto" else {"device": request.device}}
+        place = provenance_of_new_process(describe(request.method, request.module).packages, request.folder)
+        device = {} if request.device == "auto" else {"device": request.device}
+        known = {"provenance": place, "facts": {**device, **threads_asked_for(_environment(request))}}
     return {
         "cell": request.cell,
         "number": request.number,
@@ -109,9 +109,3 @@ def _last_line(log: Path) -> str:
         lines = file.read().decode(errors="replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
     return said[-1][:300] if said else ""
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)

@@ -3,9 +3,11 @@
 The docstring under each field is its only description; ``poros bench matrix --settings`` is made from it.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,9 +18,11 @@ from pydantic_core import PydanticUndefined
 from poros.config import RunConfig
 from poros.config_file import read_settings
 from poros.evidence.engines.base import METHODS, Engine, Lora, describe
+from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import shape_names
 
-_NOT_COMPARED = ("environments", "cache")  # where things lie, which no figure depends on
+_NOT_COMPARED = ("environments", "cache", "time_limit_s")  # no figure depends on them
+_MAX_FILE_NAME = 120  # file systems take 255 bytes, endings included
 
 
 class _Group(BaseModel):
@@ -46,6 +50,8 @@ class ModelSpec(_Group):
     def _no_real_shape(self) -> Self:
         if self.weights == "real" and self.source in shape_names():
             raise ValueError(f"weights is 'real', but {self.source} is a shape: there are no weights to it")
+        if self.name in shape_names() and not self.are_random:
+            raise ValueError(f"name is {self.name!r}, a shape's, but the weights are real: give it another name")
         return self
 
     @property
@@ -66,9 +72,9 @@ class MethodSpec(_Group):
 
     method: str
     """Name of the method."""
-    block_size: int | None = Field(default=None, ge=1)
+    block_size: int | None = Field(default=None, ge=1, le=MAX_LAYERS)
     """Layers a block, for methods that stream."""
-    slots: int | None = Field(default=None, ge=1)
+    slots: int | None = Field(default=None, ge=1, le=MAX_LAYERS)
     """Blocks in the window, for methods that stream."""
     label: str | None = Field(default=None, min_length=1)
     """What tables call it; made from the settings if left out."""
@@ -81,6 +87,15 @@ class MethodSpec(_Group):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"method": value} if isinstance(value, str) else value
+
+    @field_validator("options")
+    @classmethod
+    def _can_be_written(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"options cannot be written into a row: {error}; quote what is meant as text") from None
+        return value
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -114,7 +129,7 @@ class MethodSpec(_Group):
     def key(self) -> str:
         """The method's part of a cell's name."""
         if self.label is not None:
-            return _slug(self.label)
+            return _slug(self.label) or self.method
         parts = [self.method]
         parts += [f"bs{self.block_size}"] if self.block_size is not None else []
         parts += [f"s{self.slots}"] if self.slots is not None else []
@@ -136,9 +151,9 @@ class PrecisionSpec(_Group):
 class LoraSpec(_Group):
     """The adapters; always in fp32."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=MAX_RANK)
     """Rank of the two adapter matrices."""
-    alpha: float = Field(default=32, gt=0)
+    alpha: float = Field(default=32, gt=0, le=1e6)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = Field(default=0.05, ge=0, lt=1)
     """Probability that an input of the adapter is dropped. A method that takes none says so in its row."""
@@ -170,30 +185,30 @@ class BenchSpec(_Group):
     methods: list[MethodSpec] = Field(min_length=1)
     """Methods: names, or mappings with settings. They take turns: the first pass of each, then the second."""
     precision: PrecisionSpec = PrecisionSpec()
-    seq_len: int = Field(default=512, ge=2)
+    seq_len: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
     """Tokens of every row."""
-    batch_size: int = Field(default=1, ge=1)
+    batch_size: int = Field(default=1, ge=1, le=MAX_BATCH)
     """Rows in one forward and backward."""
-    accumulation: int = Field(default=1, ge=1)
+    accumulation: int = Field(default=1, ge=1, le=MAX_BATCH)
     """Batches whose gradients are added up before the optimizer steps."""
-    steps: int = Field(default=15, ge=1)
+    steps: int = Field(default=15, ge=1, le=MAX_STEPS)
     """Optimizer steps of a pass that count."""
-    warmup_steps: int = Field(default=3, ge=0)
+    warmup_steps: int = Field(default=3, ge=0, le=MAX_STEPS)
     """Optimizer steps of a pass before those."""
-    passes: int = Field(default=3, ge=1)
+    passes: int = Field(default=3, ge=1, le=1000)
     """Passes of each method, each in a process of its own."""
     lora: LoraSpec = LoraSpec()
     path: Literal["fast", "strict", "math"] = "fast"
     """Attention kernels: any (`fast`), deterministic ones (`strict`), or only the plain one (`math`)."""
     dataset: DatasetSpec = DatasetSpec()
-    seed: int = Field(default=1, ge=0, lt=2**32)
+    seed: int = Field(default=1, ge=0, le=MAX_SEED)
     """Of the tokens, the adapters' first values, and dropout."""
-    learning_rate: float = Field(default=2e-5, gt=0)
+    learning_rate: float = Field(default=2e-5, gt=0, le=1000)
     """Of AdamW, constant."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
-    time_limit_s: float = Field(default=600, gt=0)
-    """Seconds that one pass of one method may take, building included."""
+    time_limit_s: float = Field(default=600, gt=0, le=1e7)
+    """Seconds that one pass of one method may take, building included. A resumed run may have another limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` is the GPU if there is one."""
     attention: str | None = "sdpa"
@@ -210,6 +225,17 @@ class BenchSpec(_Group):
         if unknown := [method for method in value if method not in takers]:
             raise ValueError(f"{unknown[0]} takes no folder of packages; {', '.join(takers)} do")
         return value
+
+    @model_validator(mode="after")
+    def _rows_need_a_tokenizer(self) -> Self:
+        if self.dataset.path is not None and (
+            bare := next((model.source for model in self.models if model.source in shape_names()), None)
+        ):
+            raise ValueError(
+                f"dataset.path is a file, but {bare} is a shape, which has no tokenizer: give a model's folder, or "
+                "write dataset: synthetic"
+            )
+        return self
 
     @model_validator(mode="after")
     def _distinct_cells(self) -> Self:
@@ -259,8 +285,11 @@ def cell_name(model: ModelSpec, method: MethodSpec) -> str:
 
 
 def file_name(cell: str) -> str:
-    """``cell`` as a part of a file's name."""
-    return _slug(cell.replace("/", "__"))
+    """``cell`` as a part of a file's name: not hidden, and not too long."""
+    name = _slug(cell.replace("/", "__")).lstrip(".-")
+    if len(name) <= _MAX_FILE_NAME:
+        return name
+    return f"{name[:_MAX_FILE_NAME]}-{sha256(cell.encode()).hexdigest()[:8]}"
 
 
 def describe_spec() -> Iterator[tuple[str, str, str]]:

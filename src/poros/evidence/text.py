@@ -2,13 +2,28 @@
 
 import hashlib
 import inspect
+import math
 import sys
 from typing import Any
 
 import torch
 
+from poros.model.memory import require_host_memory
+
 # Ids of a multimodal configuration that stand for something else than text; they are the last of the vocabulary.
 _NOT_TEXT = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id")
+
+
+_ID_BYTES = 3 * 8  # the id, its label, and a copy of one of them on the way
+
+
+def require_room(shape: tuple[int, ...]) -> None:
+    """Raise :class:`ConfigError` unless host memory holds token ids of ``(steps, accumulation, batch, seq)``."""
+    require_host_memory(
+        math.prod(shape) * _ID_BYTES,
+        f"drawing {' x '.join(map(str, shape))} tokens (steps, batches, rows, length)",
+        "Lower one of them.",
+    )
 
 
 def random_ids(config: Any, shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, str]:

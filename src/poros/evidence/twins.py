@@ -13,6 +13,8 @@ from torch import nn
 import poros
 from poros.errors import CheckpointError, ConfigError, PorosError
 from poros.evidence.bits import describe_difference
+from poros.evidence.failures import first_line, is_memory_full
+from poros.evidence.limits import MAX_SEED
 from poros.evidence.lockstep import twin_of
 from poros.families import MULTIMODAL
 from poros.model.adapter import ALL_LINEAR, add_lora
@@ -32,6 +34,7 @@ class ParitySettings:
 
     Attributes:
         model: Name of a shape, folder, or hub id.
+        name: What rows call the model; ``model`` if left out.
         steps: Optimizer steps.
         path: ``"strict"`` or ``"math"``: see :func:`poros.evidence.lockstep.reproducible`.
         dropout: Of the adapters.
@@ -72,8 +75,20 @@ class ParitySettings:
     random_weights: bool = False
     learning_rate: float = 1e-4
     max_grad_norm: float = 1.0
+    name: str | None = None
+
+    @property
+    def row_name(self) -> str:
+        """What rows call the model."""
+        return self.model if self.name is None else self.name
 
     def __post_init__(self) -> None:
+        if self.name == "":
+            raise ConfigError("name is empty; give the name by which a report knows the model, or leave it out")
+        if self.row_name in shape_names() and weights_of(self) == "real":
+            raise ConfigError(f"name is {self.name!r}, a shape's, but the weights are real; give another name")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed is {self.seed}; it must be at least 0 and at most {MAX_SEED}")
         least = {"steps": 1, "accumulation": 1, "seq_len": 2, "batch_size": 1, "block_size": 1, "slots": 1, "rank": 1}
         for name, limit in (least | {"control_steps": 1}).items():
             value = getattr(self, name)
@@ -115,7 +130,7 @@ def build_twins(settings: ParitySettings) -> Twins:
 
     Raises:
         UnsupportedModelError, CheckpointError, ConfigError: as :func:`poros.load`.
-        PorosError: the device's memory is full.
+        PorosError: memory is full.
     """
     try:
         device = compute_device(settings.device)
@@ -167,11 +182,16 @@ def explained(settings: ParitySettings) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise PorosError(
-            f"the GPU's memory is full: {str(error).splitlines()[0]} The resident twin has to fit: lower seq_len or "
+            f"the GPU's memory is full: {first_line(error)} The resident twin has to fit: lower seq_len or "
             "batch_size, or take a smaller model."
         ) from error
-    except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else ""
+    except (RuntimeError, MemoryError) as error:
+        said = first_line(error)
+        if is_memory_full(error):
+            raise PorosError(
+                f"memory is full{f' ({said})' if said else ''}. Three models have to fit: lower seq_len, batch_size or "
+                "rank, or take a smaller model."
+            ) from error
         if "deterministic" not in said and "No available kernel" not in said:
             raise
         other = {"strict": "math", "math": "strict"}[settings.path]

@@ -30,7 +30,7 @@ METHODS: dict[str, str] = {
     "stream-loop": f"{_ROOM}.stream_loop",
 }
 
-Status = Literal["ok", "out_of_memory", "missing_package", "unsupported", "timeout", "crashed"]
+Status = Literal["ok", "out_of_memory", "missing_package", "unsupported", "timeout", "diverged", "crashed"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class CellRequest:
 
     def to_json(self) -> str:
         """The request as text, for :meth:`parse` in another process."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
 
     @classmethod
     def parse(cls, text: str) -> "CellRequest":

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from poros.errors import ConfigError
+from poros.errors import ConfigError, DataError
 from poros.evidence.engines.base import CellRequest, dataset_of
 from poros.evidence.engines.recorder import Recorder
-from poros.evidence.text import random_ids, token_types
+from poros.evidence.text import random_ids, require_room, token_types
 from poros.train.data import read_rows
 from poros.train.encode import IGNORED, Encoder
 from poros.train.tokenizer import load_tokenizer
@@ -30,9 +30,11 @@ def make_batches(request: CellRequest, model: Any, recorder: Recorder) -> list[l
 
     Raises:
         DataError, CheckpointError: the file, or the model's tokenizer, cannot be read.
-        ConfigError: the file's tokens are not of this model's vocabulary.
+        ConfigError: the file's tokens are not of this model's vocabulary, or all tokens of the pass are more than host
+            memory holds.
     """
     shape = request.total_steps, request.accumulation, request.batch_size, request.seq_len
+    require_room(shape)
     if request.dataset is None:
         ids, digest = random_ids(model.config, shape, request.seed)
         labels = ids.clone()
@@ -53,7 +55,10 @@ def _from_file(request: CellRequest, config: Any, ids_needed: int) -> Iterator[t
     """Token ids and labels of the file's rows, repeated until there are enough."""
     assert request.dataset is not None
     tokenizer = load_tokenizer(request.source)
-    rows = read_rows([request.dataset], Encoder(tokenizer), max_length=request.seq_len)
+    try:
+        rows = read_rows([request.dataset], Encoder(tokenizer), max_length=request.seq_len)
+    except DataError as error:
+        raise DataError(_of_a_spec(str(error))) from None
     vocabulary = config.get_text_config().vocab_size
     if rows.largest_id >= vocabulary:
         raise ConfigError(
@@ -63,3 +68,13 @@ def _from_file(request: CellRequest, config: Any, ids_needed: int) -> Iterator[t
     for name in ("input_ids", "labels"):
         tokens = chain.from_iterable(getattr(example, name) for example in cycle(rows.examples))
         yield torch.tensor(list(islice(tokens, ids_needed)), dtype=torch.long)
+
+
+def _of_a_spec(message: str) -> str:
+    """What reading rows says, in the settings of a spec instead of those of a training run."""
+    for theirs, ours in (
+        ("raise data.max_length or set data.truncation: keep_end", "raise seq_len"),
+        ("data.train or data.eval", "dataset.path"),
+    ):
+        message = message.replace(theirs, ours)
+    return message

@@ -1,6 +1,7 @@
 """The clock and the meters that every method is read with."""
 
 import gc
+import math
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from poros.errors import ConfigError
 from poros.evidence.engines.base import CellRequest
+from poros.evidence.failures import DivergedError
 from poros.evidence.provenance import host_peak_bytes, process_bytes_on_card
 
 
@@ -55,16 +57,29 @@ class Recorder:
         self._start = time.perf_counter()
 
     def end_step(self, loss: torch.Tensor | float | None) -> None:
-        """Stop the clock. ``loss`` is the step's mean over its learnt tokens, None if the method computes none."""
+        """Stop the clock. ``loss`` is the step's mean over its learnt tokens, None if the method computes none.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
         self._synchronize()
         seconds = time.perf_counter() - self._start
         self._num_steps += 1
         if self._num_steps > self.request.warmup_steps:
             self.seconds.append(seconds)
         if loss is not None:
-            self.losses.append(float(loss))
+            self._take_loss(float(loss))
         if self._num_steps == self.request.total_steps:
             self.memory = self._read_meters()
+
+    def _take_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            learning_rate = self.request.learning_rate
+            raise DivergedError(
+                f"the loss is {loss} at step {self._num_steps} of {self.request.total_steps}, warm-up included, with a "
+                f"learning rate of {learning_rate:g}"
+            )
+        self.losses.append(loss)
 
     def check_device(self) -> None:
         """Raise :class:`ConfigError` if the device that is asked for is not there."""

@@ -40,15 +40,15 @@ def build(request: CellRequest, recorder: Any) -> Any:
     """
     from poros.errors import UnsupportedModelError
 
-    if recorder.device.type != "cuda":
-        raise UnsupportedModelError("Unsloth's kernels need a CUDA device")
-    if request.quantization != "nf4":
-        raise UnsupportedModelError("Unsloth is compared over a 4-bit base; set precision.quantization to nf4")
     if find_spec("unsloth") is None:
         raise ModuleNotFoundError(
             "there is no package unsloth: install it (pip install --target FOLDER unsloth), and name the folder in "
             "environments.unsloth of the spec or in POROS_BENCH_UNSLOTH"
         )
+    if recorder.device.type != "cuda":
+        raise UnsupportedModelError("Unsloth's kernels need a CUDA device")
+    if request.quantization != "nf4":
+        raise UnsupportedModelError("Unsloth is compared over a 4-bit base; set precision.quantization to nf4")
     checkpoint = _checkpoint(request) if request.weights == "random" else request.source
     # What it compiles goes to a folder of its own, not to the one that the user happens to be in.
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(Path(request.cache) / "unsloth_compiled"))
