@@ -130,6 +130,16 @@ def test_losses_that_differ_in_their_last_bit_are_drawn(opened):
 
 
 @needs_browser
+def test_the_farthest_readings_that_are_believed_are_drawn(opened):
+    fast = speed_row(2, passes=[[1e-6] * 5, [1e-6] * 4 + [1e6], [1e6] * 5], losses=[[0.0, 9e8] * 3 + [0.0]] * 3)
+    slow = speed_row(3, passes=[[1e6] * 5] * 3, pass_memory=[{"reserved_bytes": 1}] * 3)
+    page = opened([fast, slow])
+    assert page.locator("circle.point").count() == 2
+    assert page.locator(".spread circle.pass").count() == 6
+    assert not re.search("NaN|Infinity", page.locator(".group").inner_html())
+
+
+@needs_browser
 def test_a_phone_shows_it_without_scrolling_sideways(opened):
     page = opened(width=400)
     assert page.evaluate("document.documentElement.scrollWidth") == 400

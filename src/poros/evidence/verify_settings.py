@@ -9,7 +9,7 @@ from typing import Any
 
 from poros.evidence.artifact import Row, SpeedRow
 from poros.evidence.engines.base import METHODS, Engine, describe
-from poros.model.shapes import shape_names
+from poros.model.shapes import read_shape, shape_names
 
 Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
 
@@ -56,8 +56,15 @@ def _names(row: Row) -> Found:
             yield key, f"is {value!r}; a name neither is empty nor begins or ends with a blank"
         elif not value.isprintable():
             yield key, f"is {value!r}; a name has no control characters"
+    targets = [row.lora.targets] if isinstance(row.lora.targets, str) else row.lora.targets
+    others = {"lora.targets": targets, "versions": [*row.versions, *filter(None, row.versions.values())]}
+    for key, values in others.items():
+        if odd := [value for value in values if not value.isprintable() or value != value.strip()]:
+            yield key, f"holds {odd[0]!r}; a name has no control characters, and no blanks around it"
     if row.weights == "real" and row.model in shape_names():
         yield "weights", f"is 'real', but {row.model} is the name of a shape, which has no weights"
+    if row.model in shape_names() and row.family not in (None, family := read_shape(row.model)["model_type"]):
+        yield "family", f"is {row.family!r}; the shape {row.model} is of {family!r}"
 
 
 def _limits(row: Row) -> Found:
