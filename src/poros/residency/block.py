@@ -24,8 +24,9 @@ from poros.errors import ChecksumError, ResidencyError
 from poros.residency.caches import fresh_cache
 from poros.residency.casts import Carriers, CastBlock
 from poros.residency.cleanup import Cleanup
-from poros.residency.inventory import Inventory, Place
+from poros.residency.inventory import Inventory
 from poros.residency.layer import StreamedLayer
+from poros.residency.places import put_in_place
 from poros.residency.replay import Program, Replays
 from poros.residency.schedule import Phase
 from poros.residency.snapshot import Snapshot
@@ -308,7 +309,7 @@ class Call:
         where the gradient is accumulated.
         """
         leaves = [nn.Parameter(value.data) for value in parameters]
-        with self._in_place_of(self.trainables.parameters, leaves, self.trainables.places):
+        with put_in_place(self.residency.cleanup, self.trainables.parameters, leaves, self.trainables.places):
             yield list(leaves)
 
     @contextmanager
@@ -319,29 +320,7 @@ class Call:
             nn.Parameter(value, requires_grad=False) if isinstance(present, nn.Parameter) else value
             for present, value in zip(trainables.fixed, values, strict=True)
         ]
-        with self._in_place_of(trainables.fixed, fixed, trainables.fixed_places):
-            yield
-
-    @contextmanager
-    def _in_place_of(
-        self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], where: Sequence[Place]
-    ) -> Iterator[None]:
-        """Put ``others`` where ``tensors`` hang."""
-        replaced = {id(tensor): other for tensor, other in zip(tensors, others, strict=True)}
-        # What hangs there now may be another object than in the forward (an average swapped in, say).
-        places = [(store, name, replaced[id(tensor)], store.get(name)) for store, name, tensor in where]
-
-        def put_back() -> None:
-            for store, name, other, present in places:
-                if store.get(name) is other:
-                    if present is None:
-                        del store[name]
-                    else:
-                        store[name] = present
-
-        with self.residency.cleanup.ensured(put_back):
-            for store, name, other, _ in places:
-                store[name] = other
+        with put_in_place(self.residency.cleanup, trainables.fixed, fixed, trainables.fixed_places):
             yield
 
     def _check_leaves(self, outputs: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
