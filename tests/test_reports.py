@@ -75,6 +75,8 @@ def test_rows_of_two_places_share_no_table():
         groups = summarize(rows).groups
         assert [len(group.entries) for group in groups] == [2, 1]
         assert groups[1].entries[0].cells["of_resident"].text == "1.00"
+        glance = _table(markdown_report(summarize(rows), "Results"), "## At a glance")
+        assert [line["run"] for line in glance] == [group.where for group in groups]
 
 
 def test_what_rows_do_not_share_is_in_their_lines():

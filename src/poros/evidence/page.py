@@ -31,7 +31,6 @@ def html_page(summary: Summary, title: str) -> str:
     return environment.get_template("page.html.j2").render(
         title=title,
         summary=summary,
-        multiple_runs=len({group.run_id for group in summary.groups}) > 1,
         columns=columns,
         column_groups=_column_groups(columns),
         glance=glance,

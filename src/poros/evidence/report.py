@@ -11,7 +11,8 @@ READING = (
     "Seconds a step are the median over passes of each pass's median, with the standard deviation of the passes' "
     "medians. Of memory, each figure is the largest of all passes. Reserved is what the allocator takes of the card, "
     "process what the whole process takes with its CUDA context; of the host, peak is the largest resident set, and "
-    "locked what was page-locked. A memory cut is the reserved memory of the baseline over that of the row."
+    "locked what was page-locked. Ratios are to rows of the same run on the same machine, never of another. "
+    "A memory cut is the reserved memory of the baseline over that of the row."
 )
 
 

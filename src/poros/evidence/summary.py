@@ -19,6 +19,7 @@ _RESERVING = ("resident", "poros-train", "unsloth")  # those whose memory a cut 
 _WITH_PARITY = ("poros", "poros-trainer")
 _WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
 _PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")  # of rows in one table
+_RESERVED = "reserved_bytes"
 _MAX_SHOWN = 3
 
 STATUS_TEXT = {
@@ -39,6 +40,7 @@ class Column:
     heading: str
     name: str = ""
     group: str = ""
+    is_number: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,12 @@ class Group:
         return self.model + (f", {self.weights} weights" if self.weights else "")
 
     @property
+    def where(self) -> str:
+        """Its run, and the machine that it ran on."""
+        row = self.entries[0].row
+        return f"{self.run_id}, {row.gpu or row.host}"
+
+    @property
     def families(self) -> str:
         """The family of the model."""
         return ", ".join(dict.fromkeys(entry.row.family for entry in self.entries if entry.row.family))
@@ -104,6 +112,11 @@ class Summary:
     rows: tuple[Row, ...]
     groups: tuple[Group, ...]
     columns: tuple[Column, ...]
+
+    @property
+    def has_several_runs(self) -> bool:
+        """Whether lines of one table may be of different runs or machines, so that each has to say of which it is."""
+        return len({group.where for group in self.groups}) > 1
 
     @property
     def parity(self) -> list[tuple[int, ParityRow]]:
@@ -178,7 +191,7 @@ def _columns() -> Iterable[Column]:
         yield Column(f"{name}_bytes", f"{name} GiB", name, "GiB on the card")
     for name in ("peak", "locked"):
         yield Column(f"host_{name}_bytes", f"host {name} GiB", name, "GiB of host memory")
-    yield Column("parity", "parity", "parity")
+    yield Column("parity", "parity", "parity", is_number=False)
 
 
 def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[tuple[int, ParityRow]]) -> Group:
@@ -243,17 +256,25 @@ def overview(summary: Summary) -> tuple[list[Column], list[list[Cell]]]:
 
     The cells that are from a row say which.
     """
-    words = ("model", "weights", "family", "parity", "fastest Poros row", "s/step")
-    columns = [Column(name, name, name) for name in words]
-    columns += [column for column in _columns() if column.key.startswith("of_") or column.key == "reserved_bytes"]
+    several = summary.has_several_runs
+    words = ("model", *(("run",) if several else ()), "weights", "family", "parity", "fastest Poros row")
+    columns = [Column(name, name, name, is_number=False) for name in words]
+    columns += [column for column in _columns() if column.key.startswith(("s_per", "of_")) or column.key == _RESERVED]
     columns += [Column(f"cut_{name}", f"memory cut against {name}", name, "memory cut against") for name in _RESERVING]
-    lines = [_achieved(group) for group in summary.groups]
-    used = [place for place in range(len(columns)) if place < len(words) or any(line[place].text for line in lines)]
+    lines = [_achieved(group, several) for group in summary.groups]
+    needed = len(words) + 1  # and the seconds
+    used = [place for place in range(len(columns)) if place < needed or any(line[place].text for line in lines)]
     return [columns[place] for place in used], [[line[place] for place in used] for line in lines]
 
 
-def _achieved(group: Group) -> list[Cell]:
-    about = [Cell(group.model), Cell(group.weights), Cell(group.families), group.parity]
+def _achieved(group: Group, several_runs: bool) -> list[Cell]:
+    about = [
+        Cell(group.model),
+        *([Cell(group.where)] if several_runs else []),
+        Cell(group.weights),
+        Cell(group.families),
+        group.parity,
+    ]
     ours = min(
         (entry for entry in group.entries if entry.row.method in _WITH_PARITY and entry.row.s_per_step is not None),
         key=lambda entry: entry.row.s_per_step or 0.0,
@@ -263,6 +284,6 @@ def _achieved(group: Group) -> list[Cell]:
         return [*about, Cell("none"), *[Cell("")] * (len(BASELINES) + len(_RESERVING) + 2)]
     reserved = {row.method: row.reserved_bytes for row in reversed(group.ok)}
     cuts = [(reserved.get(name) or 0) / (ours.row.reserved_bytes or 1) for name in _RESERVING]
-    texts = [ours.cells[key].text for key in ("s_per_step", *(f"of_{name}" for name in BASELINES), "reserved_bytes")]
+    texts = [ours.cells[key].text for key in ("s_per_step", *(f"of_{name}" for name in BASELINES), _RESERVED)]
     texts += [f"{cut:.2f}" if cut and ours.row.reserved_bytes else "" for cut in cuts]
     return [*about, *(Cell(text, row=ours.index) for text in (ours.row.label, *texts))]
