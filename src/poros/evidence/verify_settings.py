@@ -9,6 +9,7 @@ from typing import Any
 
 from poros.evidence.artifact import Row, SpeedRow
 from poros.evidence.engines.base import METHODS, Engine, describe
+from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import read_shape, shape_names
 
 Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
@@ -16,10 +17,19 @@ Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
 _CLOCK_SLACK_S = 24 * 3600  # a clock may be wrong by a time zone, not by more
 _FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)  # no row is older than the schema
 _DTYPES = ("bfloat16", "float16", "float32")
-_MAX_COUNT = 2**31
 MAX_BYTES = 2**60
 _NAMES = ("run_id", "cell", "model", "family", "method", "label", "attention", "host", "gpu", "gpu_uuid", "driver")
-_COUNTS = ("seq_len", "batch_size", "accumulation", "steps", "warmup_steps", "num_passes", "resident_blocks")
+_MOST = {  # of what specs take
+    "seq_len": MAX_SEQ_LEN,
+    "batch_size": MAX_BATCH,
+    "accumulation": MAX_BATCH,
+    "steps": MAX_STEPS,
+    "warmup_steps": MAX_STEPS,
+    "num_passes": MAX_STEPS,
+    "block_size": MAX_LAYERS,
+    "slots": MAX_LAYERS,
+    "resident_blocks": MAX_LAYERS,
+}
 _COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ADDED_OPTIONS = ("module", "num_threads")  # which no spec gives, so that no cell is named for them
@@ -68,17 +78,16 @@ def _names(row: Row) -> Found:
 
 
 def _limits(row: Row) -> Found:
-    for key in (*_COUNTS, "block_size", "slots"):
-        value = getattr(row, key)
-        least = 1 if key in ("block_size", "slots") else 0
-        if value is not None and not least <= value < _MAX_COUNT:
-            yield key, f"is {value}; it should be from {least} to {_MAX_COUNT - 1}"
+    for key, most in _MOST.items():
+        value, least = getattr(row, key), 0 if key in ("warmup_steps", "resident_blocks") else 1
+        if value is not None and not least <= value <= most:
+            yield key, f"is {value}; it should be from {least} to {most}"
     for key in ("budget_bytes", "gpu_memory_bytes"):
         value = getattr(row, key)
         if value is not None and not 0 < value < MAX_BYTES:
             yield key, f"is {value}; it should be above 0 and below 2**60"
-    if not 1 <= row.lora.rank < _MAX_COUNT:
-        yield "lora.rank", f"is {row.lora.rank}; it should be from 1 to {_MAX_COUNT - 1}"
+    if not 1 <= row.lora.rank <= MAX_RANK:
+        yield "lora.rank", f"is {row.lora.rank}; it should be from 1 to {MAX_RANK}"
     if not 0 < row.lora.alpha <= 1e6:
         yield "lora.alpha", f"is {row.lora.alpha}; it should be above 0, and 1e6 at most"
     if not 0 <= row.lora.dropout < 1:
@@ -103,8 +112,8 @@ def _data(row: Row) -> Found:
         yield "dataset.path", f"is {data.path!r}, but the data are {data.name}; a file's rows have one, no others"
     if data.sha256 is not None and not _SHA256.fullmatch(data.sha256):
         yield "dataset.sha256", f"is {data.sha256!r}; it should be 64 hexadecimal digits"
-    if data.seed is not None and not 0 <= data.seed < 2**63:
-        yield "dataset.seed", f"is {data.seed}; it should not be negative"
+    if data.seed is not None and not 0 <= data.seed <= MAX_SEED:
+        yield "dataset.seed", f"is {data.seed}; it should be from 0 to {MAX_SEED}"
 
 
 def _device(row: Row) -> Found:
