@@ -242,6 +242,7 @@ def test_another_place_is_refused_before_anything_is_measured(
     [
         ("versions", {"torch": "1.0"}, "the version of torch is '1.0'"),
         ("host", "another", "host is 'another'"),
+        ("time_utc", "2025-01-01T00:00:00Z", "passes of one run are at most 2 days apart"),
         ("num_threads", 64, "num_threads is 64, and was 1"),
         ("dataset", {"sha256": "ab"}, "dataset.sha256 is 'ab'"),
     ],
@@ -268,6 +269,7 @@ def test_records_of_two_places_are_not_put_together(
         (FIRST, lambda text: text.replace("one/resident", "two/resident"), "but is pass 1 of two/resident"),
         (FIRST, lambda text: text.replace('"seconds": [', '"seconds": [NaN, '), "is damaged: seconds.0"),
         (FIRST, lambda text: text.replace('"seconds": [', '"seconds": [1.0, '), "it has 4 of 3 counted steps"),
+        (FIRST, lambda text: text.replace('"time_utc": "2', '"time_utc": "x'), "is damaged: provenance"),
         (FIRST, lambda _: "[]", "is damaged: all of it"),
         ("run.json", lambda _: "", "run.json is damaged: .* start in a new folder"),
         ("run.json", lambda _: "{}", "run.json is damaged: it has no run_id"),

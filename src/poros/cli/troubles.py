@@ -3,12 +3,15 @@
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
-from poros.cli.screen import STATUS_ERROR
+from poros.cli.screen import STATUS_ERROR, STATUS_INTERRUPTED
 from poros.errors import PorosError
+
+# Imported now: where memory is full, nothing can be.
+from poros.evidence.failures import first_line, is_memory_full
 
 
 @contextmanager
@@ -22,6 +25,11 @@ def no_verdict(*, debug: bool) -> Iterator[None]:
         yield
     except (typer.Exit, typer.Abort):
         raise
+    except KeyboardInterrupt:
+        if not debug:
+            raise
+        traceback.print_exc(file=sys.stderr)
+        raise typer.Exit(STATUS_INTERRUPTED) from None
     except Exception as error:
         if not debug:
             if isinstance(error, PorosError):
@@ -29,17 +37,18 @@ def no_verdict(*, debug: bool) -> Iterator[None]:
             told = _told(error)
             if told is not None:
                 raise PorosError(told) from error
-        traceback.print_exc(file=sys.stderr)
+        with suppress(Exception):  # there may be no memory even for that
+            traceback.print_exc(file=sys.stderr)
         raise typer.Exit(STATUS_ERROR) from None
 
 
 def _told(error: Exception) -> str | None:
     """``error`` in words for a user; None for one that is not understood."""
-    from poros.evidence.failures import first_line, is_memory_full
-
     if is_memory_full(error):
         said = f" ({first_line(error)})" if first_line(error) else ""
         return f"memory is full{said}. Lower seq_len, batch_size or rank, take a smaller model, or free memory."
+    if isinstance(error, BrokenPipeError):
+        return "what this command says is read by nobody any more, so it has stopped"
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or first_line(error)}. Free space, or give a place that can be used."

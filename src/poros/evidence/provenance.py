@@ -18,6 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 RUN_ID = os.environ.get("POROS_RUN_ID") or uuid4().hex[:12]
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 
 
@@ -46,7 +47,7 @@ def provenance_of_new_process(packages: Sequence[str] = (), folder: str | None =
 def _provenance(packages: Sequence[str], folder: str | None, commit: str | None) -> dict[str, Any]:
     return {
         "run_id": os.environ.get("POROS_RUN_ID") or RUN_ID,
-        "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time_utc": time.strftime(TIME_FORMAT, time.gmtime()),
         **_gpu(),
         "host": _host(),
         "versions": {"python": platform.python_version(), **{n: _version(n, folder) for n in (*_PACKAGES, *packages)}},

@@ -7,20 +7,22 @@ A record is a JSON object: ``cell``, ``number`` of the pass, ``status``, ``reaso
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from poros.errors import ConfigError
 from poros.evidence.engines.base import Status, describe
-from poros.evidence.provenance import provenance_of_new_process
+from poros.evidence.limits import MAX_RUN_S
+from poros.evidence.provenance import TIME_FORMAT, provenance_of_new_process
 
 Record = dict[str, Any]
 
 _THREADS = ("num_threads", "omp_num_threads", "usable_cores")
 # Of the place, what must be the same for all passes of a run.
-_SAME_IN_RUN = ("host", "gpu", "gpu_uuid", "driver", "poros_commit")
+_SAME_IN_RUN = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")
 
 
 class _Readings(BaseModel):
@@ -38,6 +40,12 @@ class _Readings(BaseModel):
     facts: dict[str, Any]
     setup_s: float | None
     provenance: dict[str, Any]
+
+    @field_validator("provenance")
+    @classmethod
+    def _has_a_time(cls, value: dict[str, Any]) -> dict[str, Any]:
+        datetime.strptime(str(value.get("time_utc")), TIME_FORMAT)
+        return value
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -103,9 +111,15 @@ def require_same_place(record: Record, others: Iterable[Record], own_packages: M
         out: what cannot be finished, for the message.
 
     Raises:
-        ConfigError: host, GPU, commit, versions, threads or data are not the same.
+        ConfigError: host, GPU, commit, versions, threads or data are not the same, or the two are days apart.
     """
     for other in others:
+        if abs(_taken_at(record) - _taken_at(other)) > MAX_RUN_S:
+            began = other["provenance"]["time_utc"]
+            raise ConfigError(
+                f"{out} cannot be finished any more: {other['cell']} was measured at {began}, and passes of one run are "
+                f"at most {MAX_RUN_S / 86400:g} days apart. Start in a new folder."
+            )
         difference = next(_differences(other, record, own_packages), None)
         if difference is not None:
             key, was, now = difference
@@ -133,6 +147,10 @@ def _differences(
         digests = [(facts.get("dataset") or {}).get("sha256") for facts in both]
         if all(digests):
             yield from _unequal("dataset.sha256", *digests)
+
+
+def _taken_at(record: Record) -> float:
+    return datetime.strptime(record["provenance"]["time_utc"], TIME_FORMAT).replace(tzinfo=UTC).timestamp()
 
 
 def _model(record: Record) -> str:
