@@ -117,8 +117,8 @@ def require_same_place(record: Record, others: Iterable[Record], own_packages: M
         if abs(_taken_at(record) - _taken_at(other)) > MAX_RUN_S:
             began = other["provenance"]["time_utc"]
             raise ConfigError(
-                f"{out} cannot be finished any more: {other['cell']} was measured at {began}, and passes of one run are "
-                f"at most {MAX_RUN_S / 86400:g} days apart. Start in a new folder."
+                f"{out} cannot be finished any more: {other['cell']} was measured at {began}, and passes of one run "
+                f"are at most {MAX_RUN_S / 86400:g} days apart. Start in a new folder."
             )
         difference = next(_differences(other, record, own_packages), None)
         if difference is not None:
