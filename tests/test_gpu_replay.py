@@ -13,7 +13,7 @@ from torch import nn
 import poros
 from poros.residency.attach import attachment_of
 from poros.residency.replay import Replays
-from poros.residency.transfer import Transfer, recorder
+from poros.residency.transfer import Recorder, Transfer
 from tests import oracle, skips, tiny
 
 pytestmark = [pytest.mark.gpu, skips.needs_cuda]
@@ -35,7 +35,7 @@ def replayed(model: nn.Module, **settings: Any) -> nn.Module:
     model = poros.prepare(model, **settings)
     attachment = attachment_of(model)
     assert attachment is not None
-    attachment.replays = Replays(recorder(CUDA), Transfer(CUDA))
+    attachment.replays = Replays(Recorder(CUDA), Transfer(CUDA))
     return model
 
 

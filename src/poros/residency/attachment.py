@@ -19,7 +19,7 @@ from poros.residency.replay import Replays
 from poros.residency.report import REPACKING, Report, guarantee, precision
 from poros.residency.schedule import Schedule, spread
 from poros.residency.store import HostStore
-from poros.residency.transfer import Transfer, device_free_bytes, recorder, return_cached_memory
+from poros.residency.transfer import Recorder, Transfer, device_free_bytes, return_cached_memory
 from poros.residency.visit import streamed_forward
 from poros.residency.window import Window
 from poros.units import format_bytes
@@ -137,7 +137,7 @@ class Attachment:
         sources = [self._kept.get(block, master) for block, master in enumerate(self.store.blocks)]
         self.window = Window(sources, self.slots, transfer, schedule, poison=self.poison)
         if self.replay and self.device.type == "cuda":
-            self.replays = Replays(recorder(self.device), transfer)
+            self.replays = Replays(Recorder(self.device), transfer)
         for layer in self.layers:
             self._install(layer)
         self.guard(self.model)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -75,16 +74,30 @@ class Transfer:
             torch.cuda.synchronize(self.device)
 
 
-class GraphRecording:
-    """Work recorded as a CUDA graph. All recordings of one ``pool`` share its memory, so they must not run at once.
+class Recorder:
+    """Where work is recorded as CUDA graphs: a stream on which nothing runs, and a pool of memory.
 
-    Args:
-        stream: Where work is recorded; nothing runs there.
-        pool: Of ``torch.cuda.graph_pool_handle``.
+    All recordings of one recorder share the pool, so they must not run at once.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        self._stream, self._pool = stream, pool
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self) -> "GraphRecording":
+        """A new, empty recording."""
+        return GraphRecording(self)
+
+    def leave_pool(self) -> None:
+        """Take another pool from now on: to one in which a recording broke off, the allocator lets no other."""
+        self.pool = torch.cuda.graph_pool_handle()
+
+
+class GraphRecording:
+    """Work recorded as a CUDA graph."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -93,14 +106,15 @@ class GraphRecording:
         Raises:
             RuntimeError: it does something that cannot be recorded, such as waiting for the device.
         """
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._recorder.stream):
             # Other threads may go on allocating and copying meanwhile.
-            self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(self._recorder.pool, capture_error_mode="thread_local")
             try:
                 results = work()
             except BaseException:
                 with suppress(RuntimeError):  # what went wrong has ended the capture
                     self._graph.capture_end()
+                self._recorder.leave_pool()
                 raise
             self._graph.capture_end()
         return results
@@ -108,12 +122,6 @@ class GraphRecording:
     def replay(self) -> None:
         """Run the work in the current stream."""
         self._graph.replay()
-
-
-def recorder(device: torch.device) -> Callable[[], GraphRecording]:
-    """Makes recordings for ``device`` that share one pool of memory."""
-    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-    return lambda: GraphRecording(stream, pool)
 
 
 def device_free_bytes(device: torch.device) -> int | None:
