@@ -195,3 +195,9 @@ def a_request() -> CellRequest:
         "cache": "c", "record": "r.json",
     }  # fmt: skip
     return CellRequest(**fields)
+
+
+@pytest.mark.parametrize("label", ["größer", " ours", "unsloth", "ours, block size 2"])
+def test_a_label_that_rows_may_not_have_is_refused_before_anything_is_measured(tmp_path: Path, label: str) -> None:
+    with pytest.raises(ConfigError, match="label is"):
+        read(tmp_path, methods=[{"method": "poros", "block_size": 1, "label": label}])

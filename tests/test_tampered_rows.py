@@ -130,7 +130,7 @@ SETTINGS = {
     "dropout of a method that takes none": (_set(4, "lora.dropout", 0.05), "lora.dropout", "takes 0.0 only"),
     "no label": (_set(0, "label", ""), "label", "neither is empty"),
     "a label of two lines": (_set(0, "label", "poros\n# Best"), "label", "has no control characters"),
-    "a label in letters that look alike": (_set(2, "label", "pоros"), "label", "should be ASCII"),  # noqa: RUF001
+    "a label in letters that look alike": (_set(2, "label", "pоros"), "label", "should be printable ASCII"),  # noqa: RUF001
     "a label of another method": (_set(0, "label", "Unsloth"), "label", "which is the method unsloth"),
     "a label of another block size": (_set(1, "label", "poros, block size 2"), "label", "but block_size is 4"),
     "a blank behind a name": (_set(0, "gpu", "NVIDIA H200 "), "gpu", "begins or ends with a blank"),

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from poros.errors import ResultError
 from poros.evidence.lines import LineError, numbered_lines, parse_line, printable
 
-_OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
+OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
 _MAX_PROBLEMS = 8  # an error message has to fit one screen
 
 
@@ -204,7 +204,7 @@ class SpeedRow(_Provenance, _SpeedResult, _Settings, _Identity):
         """
         fields = json.loads(json.dumps(fields))  # tuples become lists, as in the file
         if fields.get("device") == "cpu":  # the card of a host that has one had no part in it
-            fields |= dict.fromkeys(_OF_THE_CARD)
+            fields |= dict.fromkeys(OF_THE_CARD)
         keys = ("status", "passes", "pass_memory", "seq_len", "batch_size", "accumulation")
         missing = [key for key in keys if key not in fields]
         if missing:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from poros.evidence import provenance
+from poros.evidence.artifact import OF_THE_CARD
 from poros.evidence.bits import Difference, Verdict
 from poros.evidence.lockstep import SURFACES, Lane, Step, copy_adapters, reproducible, step_together
 from poros.evidence.parity_result import WORST_FIRST, ParityResult, memory_fields, setting_fields, what_streamed
@@ -72,6 +73,8 @@ def check(
                     break
         result = _judge(tally, control_steps)
         result.note = what_streamed(twins)
+    if twins.device.type == "cpu":  # the card of a host that has one had no part in it
+        place |= dict.fromkeys(OF_THE_CARD)
     result.fields |= {
         **setting_fields(settings, twins),
         **memory_fields(twins),

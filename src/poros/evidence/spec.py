@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from poros.config import RunConfig
 from poros.config_file import read_settings
-from poros.evidence.engines.base import METHODS, Engine, Lora, describe
+from poros.evidence.engines.base import METHODS, Engine, Lora, describe, label_fault
 from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import shape_names
 
@@ -109,6 +109,10 @@ class MethodSpec(_Group):
             if getattr(self, name) is not None and name not in engine.settings:
                 takers = [method for method in METHODS if name in describe(method).settings]
                 raise ValueError(f"{self.method} has no {name}; {', '.join(takers)} have one")
+        if self.label is not None:
+            fault = label_fault(self.label, self.method, {"block_size": self.block_size, "slots": self.slots})
+            if fault is not None:
+                raise ValueError(f"label {fault}")
         return self
 
     @property

@@ -7,9 +7,8 @@ from typing import Any
 
 from poros.evidence.artifact import Row, SpeedRow
 from poros.evidence.engines.base import METHODS, describe
+from poros.evidence.limits import MAX_RUN_S
 from poros.evidence.verify_settings import taken_at
-
-_MAX_RUN_S = 2 * 24 * 3600
 
 # What rows of one run_id share. Those of speed stand side by side, so they share their settings too.
 _PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")
@@ -76,10 +75,10 @@ def _times(rows: Sequence[Placed]) -> RunProblems:
         except ValueError:
             continue  # refused by itself
     times.sort(key=lambda pair: pair[0])
-    if times and times[-1][0] - times[0][0] > _MAX_RUN_S:
+    if times and times[-1][0] - times[0][0] > MAX_RUN_S:
         middle = times[len(times) // 2][0]
         for time, one in times:
-            if abs(time - middle) > _MAX_RUN_S / 2:
+            if abs(time - middle) > MAX_RUN_S / 2:
                 message = f"is {one.row.time_utc}; the rows of run {one.row.run_id} are more than two days apart"
                 yield one, "time_utc", message
 

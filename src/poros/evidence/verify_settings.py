@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from poros.evidence.artifact import Row, SpeedRow
-from poros.evidence.engines.base import METHODS, Engine, describe
+from poros.evidence.engines.base import METHODS, Engine, describe, label_fault
 from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import read_shape, shape_names
 
@@ -152,15 +152,9 @@ def taken_at(row: Row) -> float:
 
 def _label(row: Row) -> Found:
     """What tables call the row must not be what they call another."""
-    if not row.label.isascii():
-        yield "label", f"is {row.label!r}; it should be ASCII"
-    for method in METHODS:
-        if method != row.method and row.label.casefold() in (method, describe(method).title.casefold()):
-            yield "label", f"is {row.label!r}, which is the method {method}; this row is of {row.method}"
-    for key, pattern in ("block_size", r"block size (\d+)"), ("slots", r"(\d+) slots?\b"):
-        said = re.search(pattern, row.label)
-        if said and said[1] != str(getattr(row, key)):
-            yield "label", f"is {row.label!r}, but {key} is {getattr(row, key)}"
+    fault = label_fault(row.label, row.method, {"block_size": row.block_size, "slots": row.slots})
+    if fault is not None:
+        yield "label", fault
 
 
 def _cell(row: Row) -> Found:

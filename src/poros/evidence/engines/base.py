@@ -11,6 +11,7 @@ It imports torch and the libraries inside these functions only: whoever plans a 
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -150,3 +151,21 @@ def describe(method: str, module: str | None = None) -> Engine:
     """The :class:`Engine` of a method; KeyError or ImportError if there is none."""
     engine: Engine = load_engine(method, module).ENGINE
     return engine
+
+
+def label_fault(label: str, method: str, sizes: dict[str, int | None]) -> str | None:
+    """What is wrong with a name in tables for a row of ``method``; None if nothing is.
+
+    Args:
+        sizes: the row's ``block_size`` and ``slots``.
+    """
+    if not label.isascii() or not label.isprintable() or label != label.strip() or not label:
+        return f"is {label!r}; it should be printable ASCII without blanks around it"
+    for other in METHODS:
+        if other != method and label.casefold() in (other, describe(other).title.casefold()):
+            return f"is {label!r}, which is the method {other}; this is {method}"
+    for key, pattern in ("block_size", r"block size (\d+)"), ("slots", r"(\d+) slots?\b"):
+        said = re.search(pattern, label)
+        if said and said[1] != str(sizes[key]):
+            return f"is {label!r}, but {key} is {sizes[key]}"
+    return None
