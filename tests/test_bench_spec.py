@@ -191,7 +191,8 @@ def a_request() -> CellRequest:
         "source": "qwen2.5-7b", "weights": "random", "quantization": "nf4", "double_quant": True, "dtype": "float32",
         "seq_len": 8, "batch_size": 1, "accumulation": 1, "steps": 2, "warmup_steps": 1, "path": "fast",
         "lora": Lora(4, 8, 0.05, ["q_proj"]), "dataset": None, "seed": 1, "learning_rate": 1e-3, "max_grad_norm": 1.0,
-        "device": "cpu", "attention": None, "block_size": None, "slots": None, "options": {}, "folder": None,
+        "device": "cpu", "attention": None, "block_size": None, "slots": None,
+        "resident_blocks": None, "options": {}, "folder": None,
         "cache": "c", "record": "r.json",
     }  # fmt: skip
     return CellRequest(**fields)

@@ -54,6 +54,9 @@ def parity(
     batch_size: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Rows a batch.")] = 1,
     block_size: Annotated[int, typer.Option(min=1, max=MAX_LAYERS, help="Layers a block.")] = 1,
     slots: Annotated[int | None, typer.Option(min=1, max=MAX_LAYERS, help="Blocks in the window.")] = None,
+    resident_blocks: Annotated[
+        int, typer.Option(min=0, max=MAX_LAYERS, help="Blocks of the streamed model that stay on the device.")
+    ] = 0,
     rank: Annotated[int, typer.Option(min=1, max=MAX_RANK, help="Of the adapters; alpha is twice as much.")] = 16,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of data, adapters and dropout.")] = 1,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default CUDA if there is one.")] = None,
@@ -93,6 +96,7 @@ def parity(
         "batch_size": batch_size,
         "block_size": block_size,
         "slots": slots,
+        "resident_blocks": resident_blocks,
         "rank": rank,
         "seed": seed,
         "device": device,

@@ -83,7 +83,8 @@ def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
     """What a row says of the settings and the models, but for the data."""
     report = poros.report(twins.streamed)
     base = twins.resident.get_base_model()
-    window = f"bs{report.block_size}x{report.slots}-acc{settings.accumulation}" + "-poison" * settings.poison
+    kept = f"-r{report.resident_blocks}" if report.resident_blocks else ""
+    window = f"bs{report.block_size}x{report.slots}{kept}-acc{settings.accumulation}" + "-poison" * settings.poison
     return {
         "cell": f"{settings.row_name}/parity-{settings.path}-{window}",
         "model": settings.row_name,
@@ -109,7 +110,7 @@ def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
         },
         "block_size": report.block_size,
         "slots": report.slots,
-        "resident_blocks": 0,
+        "resident_blocks": report.resident_blocks,
         "learning_rate": settings.learning_rate,
         "max_grad_norm": settings.max_grad_norm,
         "options": {"poison": settings.poison},

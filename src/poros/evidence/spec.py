@@ -21,6 +21,7 @@ from poros.evidence.engines.base import METHODS, Engine, Lora, describe, label_f
 from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import shape_names
 
+_SIZES = ("block_size", "slots", "resident_blocks")
 _NOT_COMPARED = ("environments", "cache", "time_limit_s")  # no figure depends on them
 _MAX_FILE_NAME = 120  # file systems take 255 bytes, endings included
 
@@ -76,6 +77,8 @@ class MethodSpec(_Group):
     """Layers a block, for methods that stream."""
     slots: int | None = Field(default=None, ge=1, le=MAX_LAYERS)
     """Blocks in the window, for methods that stream."""
+    resident_blocks: int | None = Field(default=None, ge=0, le=MAX_LAYERS)
+    """Blocks that stay on the device, for methods that stream."""
     label: str | None = Field(default=None, min_length=1)
     """What tables call it; made from the settings if left out."""
     options: dict[str, Any] = {}
@@ -105,12 +108,12 @@ class MethodSpec(_Group):
             engine = self.engine
         except (ImportError, AttributeError) as error:
             raise ValueError(f"module {self.module!r} is not an engine: {error}") from None
-        for name in ("block_size", "slots"):
+        for name in _SIZES:
             if getattr(self, name) is not None and name not in engine.settings:
                 takers = [method for method in METHODS if name in describe(method).settings]
                 raise ValueError(f"{self.method} has no {name}; {', '.join(takers)} have one")
         if self.label is not None:
-            fault = label_fault(self.label, self.method, {"block_size": self.block_size, "slots": self.slots})
+            fault = label_fault(self.label, self.method, {name: getattr(self, name) for name in _SIZES})
             if fault is not None:
                 raise ValueError(f"label {fault}")
         return self
@@ -126,6 +129,7 @@ class MethodSpec(_Group):
         parts = [self.engine.title]
         parts += [f"block size {self.block_size}"] if self.block_size is not None else []
         parts += [f"{self.slots} slot{'s' * (self.slots > 1)}"] if self.slots is not None else []
+        parts += [f"{self.resident_blocks} resident blocks"] if self.resident_blocks is not None else []
         parts += [f"{name} {value}" for name, value in self.options.items()]
         return self.label or ", ".join(parts)
 
@@ -137,6 +141,7 @@ class MethodSpec(_Group):
         parts = [self.method]
         parts += [f"bs{self.block_size}"] if self.block_size is not None else []
         parts += [f"s{self.slots}"] if self.slots is not None else []
+        parts += [f"r{self.resident_blocks}"] if self.resident_blocks is not None else []
         parts += [_slug(f"{name}-{value}") for name, value in self.options.items()]
         return "-".join(parts)
 

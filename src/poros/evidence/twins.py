@@ -40,7 +40,7 @@ class ParitySettings:
         dropout: Of the adapters.
         accumulation: Batches a step.
         seq_len, batch_size: Tokens a row, rows a batch.
-        block_size, slots: Of the window, as for :func:`poros.prepare`.
+        block_size, slots, resident_blocks: Of the window, as for :func:`poros.prepare`.
         rank: Of the adapters; alpha is twice as much.
         seed: Of data, adapters and dropout.
         device: Where to compute; by default CUDA if there is one.
@@ -64,6 +64,7 @@ class ParitySettings:
     batch_size: int = 1
     block_size: int = 1
     slots: int | None = None
+    resident_blocks: int = 0
     rank: int = 16
     seed: int = 1
     device: str | None = None
@@ -90,6 +91,7 @@ class ParitySettings:
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"seed is {self.seed}; it must be at least 0 and at most {MAX_SEED}")
         least = {"steps": 1, "accumulation": 1, "seq_len": 2, "batch_size": 1, "block_size": 1, "slots": 1, "rank": 1}
+        least["resident_blocks"] = 0
         for name, limit in (least | {"control_steps": 1}).items():
             value = getattr(self, name)
             if value is not None and value < limit:
@@ -207,7 +209,7 @@ def _bare(name: str) -> str:
 
 def _adapted(settings: ParitySettings, device: torch.device, dtype: str, *, stream: bool) -> Any:
     make: Any = from_shape if weights_of(settings) == "random" else load
-    window = {"block_size": settings.block_size, "slots": settings.slots, "poison": settings.poison}
+    window = {name: getattr(settings, name) for name in ("block_size", "slots", "resident_blocks", "poison")}
     try:
         base = make(
             settings.model,

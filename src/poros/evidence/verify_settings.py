@@ -30,14 +30,16 @@ _MOST = {  # of what specs take
     "slots": MAX_LAYERS,
     "resident_blocks": MAX_LAYERS,
 }
+_SIZES = ("block_size", "slots", "resident_blocks")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ADDED_OPTIONS = ("module", "num_threads")  # which no spec gives, so that no cell is named for them
 _STANDARD_CELL = re.compile(
     rf"(?P<method>{'|'.join(sorted(METHODS, key=len, reverse=True))})(-bs(?P<block_size>\d+))?(-s(?P<slots>\d+))?"
+    r"(-r(?P<resident_blocks>\d+))?"
 )
 _PARITY_CELL = re.compile(
-    r"parity-(?P<path>[a-z]+)(-bs(?P<block_size>\d+)x(?P<slots>\d+))?(-acc(?P<accumulation>\d+))?(-.*)?"
+    r"parity-(?P<path>[a-z]+)(-bs(?P<block_size>\d+)x(?P<slots>\d+))?(-r(?P<resident_blocks>\d+))?(-acc(?P<accumulation>\d+))?(-.*)?"
 )
 
 
@@ -152,7 +154,7 @@ def taken_at(row: Row) -> float:
 
 def _label(row: Row) -> Found:
     """What tables call the row must not be what they call another."""
-    fault = label_fault(row.label, row.method, {"block_size": row.block_size, "slots": row.slots})
+    fault = label_fault(row.label, row.method, {name: getattr(row, name) for name in _SIZES})
     if fault is not None:
         yield "label", fault
 
@@ -185,8 +187,8 @@ def _engine(row: Row, engine: Engine) -> Found:
         yield "changes", f"is {row.changes}; {row.method} changes {[*engine.changes]}"
     if row.engine != engine.launch:
         yield "engine", f"is {_shown(row.engine)}; that of {row.method} is {_shown(engine.launch)}"
-    for key in ("block_size", "slots"):
-        if getattr(row, key) is not None and key not in engine.settings:
+    for key in _SIZES:
+        if getattr(row, key) and key not in engine.settings:
             yield key, f"is {getattr(row, key)}; {row.method} has none"
     if engine.dropout is not None and row.lora.dropout != engine.dropout:
         yield "lora.dropout", f"is {row.lora.dropout}; {row.method} takes {engine.dropout} only"

@@ -45,7 +45,7 @@ class Engine:
         packages: Whose versions its rows name besides the usual ones.
         environment: Variables that its process is started with.
         dropout: The only dropout of the adapters that it takes; None for any.
-        settings: Which of ``block_size`` and ``slots`` it takes.
+        settings: Which of ``block_size``, ``slots`` and ``resident_blocks`` it takes.
         launch: How its kernels are launched, for methods whose weights stream.
         folder: Whether it needs a folder of packages of its own, first on its process's path.
     """
@@ -110,6 +110,7 @@ class CellRequest:
     attention: str | None
     block_size: int | None
     slots: int | None
+    resident_blocks: int | None
     options: dict[str, Any]
     folder: str | None
     cache: str
@@ -157,14 +158,19 @@ def label_fault(label: str, method: str, sizes: dict[str, int | None]) -> str | 
     """What is wrong with a name in tables for a row of ``method``; None if nothing is.
 
     Args:
-        sizes: the row's ``block_size`` and ``slots``.
+        sizes: the row's ``block_size``, ``slots`` and ``resident_blocks``.
     """
     if not label.isascii() or not label.isprintable() or label != label.strip() or not label:
         return f"is {label!r}; it should be printable ASCII without blanks around it"
     for other in METHODS:
         if other != method and label.casefold() in (other, describe(other).title.casefold()):
             return f"is {label!r}, which is the method {other}; this is {method}"
-    for key, pattern in ("block_size", r"block size (\d+)"), ("slots", r"(\d+) slots?\b"):
+    patterns = {
+        "block_size": r"block size (\d+)",
+        "slots": r"(\d+) slots?\b",
+        "resident_blocks": r"(\d+) resident blocks?\b",
+    }
+    for key, pattern in patterns.items():
         said = re.search(pattern, label)
         if said and said[1] != str(sizes[key]):
             return f"is {label!r}, but {key} is {sizes[key]}"

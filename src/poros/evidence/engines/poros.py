@@ -4,7 +4,7 @@ from typing import Any
 
 from poros.evidence.engines.base import CellRequest, Engine
 
-ENGINE = Engine(name="poros", title="poros", settings=("block_size", "slots"), launch="eager")
+ENGINE = Engine(name="poros", title="poros", settings=("block_size", "slots", "resident_blocks"), launch="eager")
 
 
 def build(request: CellRequest, recorder: Any) -> Any:

@@ -9,7 +9,7 @@ ENGINE = Engine(
     name="poros-trainer",
     title="poros in the Trainer",
     changes=("loop: transformers' Trainer",),
-    settings=("block_size", "slots"),
+    settings=("block_size", "slots", "resident_blocks"),
     launch="eager",
 )
 

@@ -13,7 +13,7 @@ def build_base(request: CellRequest, recorder: Recorder, *, stream: bool, **wind
 
     Args:
         stream: whether its layers stream; else everything is on the device.
-        window: ``block_size`` and ``slots``, where they are not the defaults.
+        window: ``block_size``, ``slots`` and ``resident_blocks``, where they are not the defaults.
     """
     make = from_shape if request.weights == "random" else load
     base = make(
@@ -40,13 +40,13 @@ def build_streamed(request: CellRequest, recorder: Recorder) -> Any:
     """The same model with its layers streamed, in training mode; notes what it costs where."""
     import poros
 
-    window = {"block_size": request.block_size, "slots": request.slots}
+    window = {name: getattr(request, name) for name in ("block_size", "slots", "resident_blocks")}
     model = add_adapters(request, build_base(request, recorder, stream=True, **window)).train()
     report = poros.report(model)
     recorder.facts |= {
         "block_size": report.block_size,
         "slots": report.slots,
-        "resident_blocks": 0,
+        "resident_blocks": report.resident_blocks,
         "host_locked_bytes": report.locked_bytes,
     }
     return model
