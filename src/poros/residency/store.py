@@ -45,6 +45,8 @@ class HostStore:
     def add(self, num_bytes: int) -> torch.Tensor:
         """A new block of ``num_bytes`` (flat ``uint8``, page-aligned), to be filled and then given to :meth:`lock`."""
         block = allocate(num_bytes)
+        if self.device.type == "cuda":
+            block.zero_()  # all cores touch its pages at once; a copy from the device would, one after another
         self.blocks.append(block)
         return block
 
