@@ -15,7 +15,7 @@ import poros
 from poros.residency import store
 from poros.residency.attach import attachment_of
 from poros.residency.transfer import Transfer
-from tests import oracle, skips, tiny
+from tests import oracle, skips, test_micro_batches, tiny
 
 pytestmark = [pytest.mark.gpu, skips.needs_cuda]
 
@@ -46,6 +46,21 @@ def test_every_family_is_bit_equal(family: str) -> None:
         tiny.batches(family, 3, device=CUDA, padding="left"),
         {"block_size": 2, "slots": 2, "poison": True, "checksum": True},
         {"block_size": 1, "slots": 3},
+    )
+
+
+def test_blocks_that_stay_change_no_bit() -> None:
+    oracle.check_parity(llama, llama_batches(3), {"resident_blocks": 3, "poison": True}, {"resident_blocks": 99})
+
+
+def test_a_batch_that_is_split_inside_each_visit_has_the_bits_of_its_split_twin() -> None:
+    oracle.check_parity(
+        llama,
+        llama_batches(3, batch_size=test_micro_batches.ROWS),
+        {"block_size": 1, "slots": 2, "poison": True},
+        prepare=lambda model, **settings: poros.prepare(model, micro_batch_size=2, **settings),
+        prepare_resident=lambda model: test_micro_batches.split_layers(model, 2),
+        recomputed=False,
     )
 
 
