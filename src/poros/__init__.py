@@ -36,6 +36,7 @@ __all__ = [
     "__version__",
     "load",
     "nn",
+    "plan",
     "prepare",
     "report",
     "unprepare",
@@ -44,6 +45,7 @@ __all__ = [
 # name -> the module that defines it
 _LAZY = {
     "load": "poros.model.build",
+    "plan": "poros.evidence.plan",
     "prepare": "poros.residency.attach",
     "report": "poros.residency.attach",
     "unprepare": "poros.residency.attach",

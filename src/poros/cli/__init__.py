@@ -9,6 +9,7 @@ from poros.cli import bench as measuring
 from poros.cli import results
 from poros.cli.data import data
 from poros.cli.parity import parity
+from poros.cli.plan import plan
 from poros.cli.screen import one_screen
 from poros.cli.train import train
 
@@ -45,6 +46,7 @@ def version() -> None:
 app.command()(one_screen(train))
 app.command()(one_screen(data))
 app.command()(one_screen(parity))
+app.command()(one_screen(plan))
 
 bench = typer.Typer(
     name="bench",
