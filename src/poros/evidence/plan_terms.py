@@ -52,7 +52,7 @@ class Visit:
     backward: bool
     kind: "Kind"
     results: tuple[int, ...]  # keys on the tape of the rest: outputs, or gradients of inputs
-    inputs: tuple[int, ...] = ()  # of the forward, kept until the backward
+    inputs: tuple[int, ...] = ()  # those of a forward that are kept until the backward
 
 
 @dataclass(eq=False)
@@ -63,6 +63,7 @@ class Kind:
         forward, backward: Events of either visit.
         outputs: Keys of what the forward returns.
         input_gradients, gradients: Keys of what the backward leaves: for inputs, for trainable parameters.
+        keeps: For each input, whether it is kept until the backward.
     """
 
     forward: list[Event] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Kind:
     outputs: list[int] = field(default_factory=list)
     input_gradients: list[int] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
+    keeps: list[bool] = field(default_factory=list)
     result: Any = None  # template of the layer's result and of what it wrote to mappings
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]] = field(default_factory=list)
 
@@ -229,25 +231,24 @@ class _Stub(torch.autograd.Function):
     """A layer's visit on the tape of the rest of the model: keeps the layer's inputs, gives its outputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tape: Tape, index: int, kind: Kind, num_inputs: int, adapter: Any, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.tape, ctx.index, ctx.kind, ctx.num_inputs = tape, index, kind, num_inputs
+    def forward(ctx: Any, tape: Tape, index: int, kind: Kind, adapter: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tape, ctx.index, ctx.kind = tape, index, kind
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*(t for t, kept in zip(tensors, kind.keeps, strict=True) if kept))
+        ctx.specs = [(tuple(t.shape), t.stride(), t.dtype) if t.requires_grad else None for t in tensors]
         outputs, keys = _made(tape, [(shape, stride, dtype) for shape, stride, dtype, _ in kind.shapes])
-        inputs = tuple(key for key in map(tape.key_of, tensors) if key is not None)
+        kept_keys = [tape.key_of(t) for t, kept in zip(tensors, kind.keeps, strict=True) if kept]
+        inputs = tuple(key for key in kept_keys if key is not None)
         tape.events.append(Event(0, visit=Visit(index, False, kind, tuple(keys), inputs)))
         ctx.mark_non_differentiable(*(o for o, spec in zip(outputs, kind.shapes, strict=True) if not spec[3]))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        tensors = [t for t in ctx.saved_tensors if t.requires_grad]
-        made, keys = _made(ctx.tape, [(tuple(t.shape), t.stride(), t.dtype) for t in tensors])
+        made, keys = _made(ctx.tape, [spec for spec in ctx.specs if spec is not None])
         ctx.tape.events.append(Event(0, visit=Visit(ctx.index, True, ctx.kind, tuple(keys))))
         gradients = iter(made)
-        return None, None, None, None, None, *(next(gradients) if t.requires_grad else None for t in ctx.saved_tensors)
+        return None, None, None, None, *(None if spec is None else next(gradients) for spec in ctx.specs)
 
 
 def _made(tape: Tape, specs: Any) -> tuple[list[Tensor], list[int]]:
@@ -293,7 +294,7 @@ class Tracer:
             with torch.utils._python_dispatch._disable_current_modes():
                 kind = self._kind(layer, forward, template, tensors)
             adapter = next((p for p in layer.parameters() if p.requires_grad), None)
-            outputs: Any = _Stub.apply(tape, index, kind, len(tensors), adapter, *tensors)  # type: ignore[no-untyped-call]
+            outputs: Any = _Stub.apply(tape, index, kind, adapter, *tensors)  # type: ignore[no-untyped-call]
             result, written = unflatten(kind.result, list(outputs))
             for mapping, changes in zip(mappings((args, kwargs)), written, strict=True):
                 mapping.update(changes)
@@ -318,6 +319,7 @@ class Tracer:
         kind, tape = Kind(), Tape(LAYER)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         parameters = [p for p in layer.parameters() if p.requires_grad]
+        kind.keeps = [True] * len(tensors) if self._stream else _saved(forward, template, leaves)
         _tapes.append(tape)
         try:
             with tape, torch.enable_grad():
@@ -349,6 +351,19 @@ class Tracer:
         finally:
             _tapes.pop()
         return kind
+
+
+def _saved(forward: Callable[..., Any], template: Any, leaves: list[Tensor]) -> list[bool]:
+    """Which inputs a layer's own graph keeps."""
+    kept: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _outputs(Kind(), forward, template, leaves)
+    return [leaf.untyped_storage()._cdata in kept for leaf in leaves]
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
