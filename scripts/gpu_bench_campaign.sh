@@ -2,7 +2,7 @@
 # The benchmark specs of one large GPU, one after another: python3 must find poros and its needs.
 # Usage: gpu_bench_campaign.sh WORK OUT SPEC...      SPEC: a name in configs/bench without .yaml
 # WORK keeps what has been measured, so the same command goes on where it was stopped. OUT gets each spec's rows, as
-# far as they are, and a table.
+# far as they are.
 set -u
 work=$1 out=$2
 shift 2

@@ -15,6 +15,7 @@ from poros.residency.attach import attachment_of
 from poros.residency.replay import Replays
 from poros.residency.transfer import Recorder, Transfer
 from tests import oracle, skips, tiny
+from tests.test_gpu_window import run_aside
 
 pytestmark = [pytest.mark.gpu, skips.needs_cuda]
 
@@ -94,17 +95,11 @@ def test_replaying_keeps_memory_flat() -> None:
     assert reserved[10] == reserved[-1], reserved
 
 
-def test_another_stream_waits_its_turn() -> None:
+def test_a_users_own_stream_is_followed() -> None:
     batches = tiny.batches("llama", 4, device=CUDA)
 
     def make() -> nn.Module:
         return tiny.build("llama", dtype=torch.bfloat16, dropout=0.1, device=CUDA)
 
     reference = oracle.run(make(), batches)
-    model = replayed(make())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        trace = oracle.run(model, batches)
-    torch.cuda.synchronize()
-    assert oracle.compare(reference, trace) is None
+    assert oracle.compare(reference, run_aside(replayed(make()), batches)) is None

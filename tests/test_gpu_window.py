@@ -103,12 +103,17 @@ def test_a_users_own_stream_is_followed() -> None:
     data = llama_batches(3)
     reference = oracle.run(llama(), data)
     model = poros.prepare(llama(), block_size=1, slots=2, poison=True)
+    assert oracle.compare(reference, run_aside(model, data)) is None
+
+
+def run_aside(model: torch.nn.Module, data: list[dict[str, torch.Tensor]]) -> oracle.Trace:
+    """Run ``model`` in a stream of the user's own."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         trace = oracle.run(model, data)
     torch.cuda.synchronize()
-    assert oracle.compare(reference, trace) is None
+    return trace
 
 
 def test_checkpointing_switched_on_does_not_add_a_third_run() -> None:

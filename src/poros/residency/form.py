@@ -1,13 +1,14 @@
 """The form of a layer: what it computes, weights and inputs apart. Layers of one form can stand in for each other."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from poros.residency.inventory import Inventory, KeptForm
+from poros.residency.inventory import Inventory, Trainables
 from poros.residency.layer import StreamedLayer, side_tensors
 
 # Attributes in which layers of one form may differ: their place, and what the snapshot of a visit looks at.
@@ -30,23 +31,43 @@ _APART = frozenset(
 )
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
-_numbers: dict[Any, int] = {}  # form -> its number
 
+@dataclass(frozen=True)
+class _Kept:
+    """A layer's form, and what it was found from.
 
-def form_of(layer: StreamedLayer, inventory: Inventory) -> int:
-    """A number for the form of ``layer`` as it is now; equal forms have equal numbers.
-
-    Every attribute of every module counts: whoever sets another dropout gets another form. As this takes time, it is
-    found once and kept until some attribute is another object.
+    Attributes:
+        values: Of all attributes of the modules; kept alive, so that no other object can come to have an id of theirs.
+        ids: Their ids.
+        number: The form's.
     """
-    values = list(chain.from_iterable(module.__dict__.values() for module in inventory.modules))
-    kept = layer.form
-    trainables = inventory.trainables()
-    ids = list(map(id, values))
-    if kept is None or kept.trainables is not trainables or kept.ids != ids:
-        form = _describe(layer, inventory)
-        layer.form = kept = KeptForm(trainables, values, ids, _numbers.setdefault(form, len(_numbers)))
-    return kept.number
+
+    trainables: Trainables
+    values: list[Any]
+    ids: list[int]
+    number: int
+
+
+class Forms:
+    """Numbers for the forms of a model's layers.
+
+    Every attribute of every module counts: whoever sets another dropout gets another form. As this takes time, a form
+    is found once and kept until some attribute is another object.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}  # form -> its number
+        self._kept: dict[int, _Kept] = {}  # index of a layer -> its form
+
+    def number_of(self, layer: StreamedLayer, inventory: Inventory) -> int:
+        """The number of ``layer``'s form as it is now; equal forms have equal numbers."""
+        values = list(chain.from_iterable(module.__dict__.values() for module in inventory.modules))
+        kept, trainables, ids = self._kept.get(layer.index), inventory.trainables(), list(map(id, values))
+        if kept is None or kept.trainables is not trainables or kept.ids != ids:
+            form = _describe(layer, inventory)
+            kept = _Kept(trainables, values, ids, self._numbers.setdefault(form, len(self._numbers)))
+            self._kept[layer.index] = kept
+        return kept.number
 
 
 def _describe(layer: StreamedLayer, inventory: Inventory) -> Any:

@@ -123,19 +123,3 @@ class Inventory:
     def _contents(self) -> tuple[list[str], list[int]]:
         names = chain.from_iterable(chain.from_iterable(self._stores))
         return list(names), list(map(id, self._values()))
-
-
-@dataclass(frozen=True)
-class KeptForm:
-    """A layer's form, and what it was found from.
-
-    Attributes:
-        values: Of all attributes of the modules; kept alive, so that no other object can come to have an id of theirs.
-        ids: Their ids.
-        number: The form's.
-    """
-
-    trainables: Trainables
-    values: list[Any]
-    ids: list[int]
-    number: int

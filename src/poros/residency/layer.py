@@ -8,7 +8,7 @@ from torch import nn
 
 from poros.errors import ResidencyError, UnsupportedModelError
 from poros.residency.casts import Carriers
-from poros.residency.inventory import Inventory, KeptForm, descendants
+from poros.residency.inventory import Inventory, descendants
 from poros.residency.layout import Layout, plan_layout
 from poros.residency.window import Window
 from poros.units import format_bytes
@@ -155,7 +155,6 @@ class StreamedLayer:
         self._addresses: list[int] = []
         self._adopted: set[int] = set()  # indices of tensors that a user replaced
         self._inventory: Inventory | None = None
-        self.form: KeptForm | None = None  # of the inventory, see poros.residency.form
         self.frozen_ids = {id(tensor) for tensor in self.tensors}
         stores: list[dict[str, Any]] = [s for inner in descendants(module) for s in (inner._parameters, inner._buffers)]
         self._places = [  # where each frozen parameter and buffer hangs

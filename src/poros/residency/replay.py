@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from poros.residency.form import form_of
+from poros.residency.form import Forms
 from poros.residency.layer import StreamedLayer
 from poros.residency.layout import span_bytes
 from poros.residency.snapshot import RandomState
@@ -77,6 +77,7 @@ class Replays:
         self._transfer = transfer
         self._lane = transfer.lane()  # in which the last replay was
         self._mark: Mark = None  # that is reached when it is over
+        self._forms = Forms()
         self._programs: OrderedDict[Any, Program] = OrderedDict()  # signature -> program, least used first
         self._met: dict[Any, int] = {}  # signature -> index of the layer that met it first
         self._never: set[Any] = set()  # signatures that could not be recorded
@@ -112,7 +113,7 @@ class Replays:
     ) -> list[torch.Tensor | None] | None:
         """Gradients of the inputs that need one and of the parameters; None if the visit has to run eagerly."""
         program = call.program
-        if program is None or not program.takes(grads):
+        if program is None or not program.takes(grads) or not call.layer.is_as_packed():
             return None
         place = self._place(program, call, slot, tensors)
         if place is None:
@@ -156,7 +157,7 @@ class Replays:
             return None
         num_inputs = len(call.needs_grad)
         return (
-            form_of(call.layer, call.inventory),
+            self._forms.number_of(call.layer, call.inventory),
             fingerprint(call.template),
             tuple(map(_signature, call.tensors[:num_inputs])),
             tuple(call.needs_grad),

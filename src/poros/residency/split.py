@@ -27,9 +27,8 @@ class SplitCall(Call):
     """
 
     def __init__(self, *args: Any, shared: bool, **kwargs: Any) -> None:
-        # The input is used once here, by the split; so its gradient is one sum, whoever else uses it.
-        super().__init__(*args, shared=False, **kwargs)
-        self.shared = False
+        super().__init__(*args, shared=shared, **kwargs)
+        self.shared = False  # an input is used once here, by the split: its gradient is one sum, whoever else uses it
         size = self.residency.micro_batch_size
         assert size is not None
         self._num_rows = self.tensors[0].shape[0]
@@ -89,11 +88,11 @@ class SplitCall(Call):
         ]
 
     def _is_by_rows(self, tensor: torch.Tensor) -> bool:
-        if tensor.ndim < 2 or tensor.shape[0] == 1 != self._num_rows:
-            return False  # the same for all rows
-        if tensor.shape[0] != self._num_rows:
+        if tensor.ndim < 2:
+            return False  # the same for all rows, as what has one row for all of them is
+        if tensor.shape[0] not in (1, self._num_rows):
             self._refuse(f"an argument of shape {tuple(tensor.shape)}")
-        return True
+        return tensor.shape[0] == self._num_rows
 
     def _refuse(self, what: str) -> None:
         raise ResidencyError(
