@@ -18,6 +18,7 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "prompt": ("prompt", "completion"),
     "text": ("text",),
 }
+_ROLES = ("system", "user", "assistant", "tool", "developer")  # that chat templates know
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -88,9 +89,6 @@ def _kind(row: dict[str, Any]) -> Kind:
     if len(found) > 1:
         raise RowError(f"has the fields of several formats ({', '.join(found)}); set data.format to the one to use")
     return found[0]
-
-
-_ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 def _check_messages(messages: Any) -> None:
