@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,8 @@ def report(
     """Write report.md and report.html: tables, charts and every row. Rows that "bench verify" refuses are not shown."""
     from poros.evidence.page import html_page
     from poros.evidence.report import markdown_report
-    from poros.evidence.summary import read_verified, rows_file, summarize
+    from poros.evidence.summary import summarize
+    from poros.evidence.verify import read_verified, rows_file
 
     title = title.encode("utf-8", "replace").decode()  # what came from the command line may be no text
     summary = summarize(read_verified(*results))
@@ -46,7 +48,7 @@ def compare(
     """Say what changed between two runs, cell by cell, whether it is beyond their spread, and what else differs."""
     from poros.evidence.compare import compare as compare_rows
     from poros.evidence.compare import comparison_lines
-    from poros.evidence.summary import read_verified
+    from poros.evidence.verify import read_verified
 
     for line in comparison_lines(compare_rows(read_verified(before), read_verified(after))):
         typer.echo(line)
@@ -57,19 +59,19 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Recompute what follows from the readings, and refuse rows that do not hold up, with exit status 1."""
-    from poros.evidence.lines import numbered_lines, printable
-    from poros.evidence.summary import rows_file
-    from poros.evidence.verify import verify_files
+    from poros.evidence.lines import printable
+    from poros.evidence.verify import examine, rows_file
 
     files = [rows_file(path) for path in results]
-    problems = verify_files(files)
+    rows, problems = examine(files)
     for problem in problems[:_MAX_SHOWN]:
         typer.echo(f"{printable(problem.file)}: {problem}", err=True)
     if len(problems) > _MAX_SHOWN:
         typer.echo(f"and {len(problems) - _MAX_SHOWN} problems more", err=True)
+    num_rows = Counter(placed.file for placed in rows)
     for file in files:
         if str(file) not in {problem.file for problem in problems}:
-            typer.echo(f"{printable(file)}: {len(numbered_lines(file))} rows verified")
+            typer.echo(f"{printable(file)}: {num_rows[str(file)]} rows verified")
     if problems:
         raise typer.Exit(STATUS_REFUSED)
 

@@ -8,12 +8,14 @@ import json
 import os
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from poros.errors import ResultError
+from poros.evidence.engines.base import Status
 from poros.evidence.lines import LineError, numbered_lines, parse_line, printable
 
 OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
@@ -43,9 +45,7 @@ class Dataset(_Part):
     path: str | None = None
 
 
-class Memory(_Part):
-    """Peaks of one pass."""
-
+class _Peaks(_Part):
     allocated_bytes: int | None = None
     """The most that the allocator had handed out on the card."""
     reserved_bytes: int | None = None
@@ -56,6 +56,10 @@ class Memory(_Part):
     """The largest resident set of the process."""
     host_locked_bytes: int | None = None
     """Host memory that was page-locked."""
+
+
+class Memory(_Peaks):
+    """Peaks of one pass."""
 
 
 class Surfaces(_Part):
@@ -138,16 +142,8 @@ class _Settings(_Part):
     num_passes: Annotated[int, Field(ge=1)] = 1
 
 
-class _Peaks(_Part):
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    process_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    host_locked_bytes: int | None = None
-
-
 class _SpeedResult(_Peaks):
-    status: Literal["ok", "out_of_memory", "missing_package", "unsupported", "diverged", "timeout", "crashed"]
+    status: Status
     reason: str | None = None
     """Why there is no figure; null if there is one."""
     passes: list[list[float]]
@@ -213,8 +209,7 @@ class SpeedRow(_Provenance, _SpeedResult, _Settings, _Identity):
         try:
             return cls.model_validate(fields | figures)
         except ValidationError as error:
-            problems = [f"row: {'.'.join(map(str, d['loc']))} {_explain(d)}" for d in error.errors()]
-            raise ResultError(_listed(problems)) from None
+            raise ResultError(_listed([f"row: {key} {why}" for key, why in _faults(error)])) from None
 
 
 class ParityRow(_Provenance, _ParityResult, _Settings, _Identity):
@@ -260,19 +255,29 @@ def derived_figures(
     }
 
 
-def parse_row(fields: Any) -> tuple[Row | None, list[tuple[str, str]]]:
-    """A line's JSON as a row, or None and what keeps it from being one: pairs of a key's path and an explanation."""
-    if not isinstance(fields, dict):
-        return None, [("row", "is not a JSON object")]
-    if "row_schema" not in fields:
-        return None, [("row_schema", f"is missing: the row is older than the published schema.{_lacking(fields)}")]
-    kind = fields.get("kind")
-    if kind not in ("speed", "parity"):
-        return None, [("kind", f"is {kind!r}; it should be {' or '.join(_KINDS)}")]
-    try:
-        return _KINDS[kind].model_validate(fields), []
-    except ValidationError as error:
-        return None, [(".".join(map(str, detail["loc"])), _explain(detail)) for detail in error.errors()]
+@dataclass(frozen=True)
+class Line:
+    """A line of a file of rows.
+
+    Attributes:
+        cell: What it says that its cell is, whether or not it is a row.
+        row: None if it is none.
+        faults: What keeps it from being a row: pairs of a key's path and an explanation.
+    """
+
+    number: int
+    cell: str | None
+    row: Row | None
+    faults: list[tuple[str, str]]
+
+
+def read_lines(path: str | Path) -> list[Line]:
+    """The lines of a file of rows, in order, without the blank ones.
+
+    Raises:
+        ResultError: the file cannot be read, or is empty.
+    """
+    return [_read_line(number, text) for number, text in numbered_lines(path)]
 
 
 def read_rows(*paths: str | Path) -> list[Row]:
@@ -283,27 +288,12 @@ def read_rows(*paths: str | Path) -> list[Row]:
     """
     rows: list[Row] = []
     for path in paths:
-        for line, fields in read_lines(path):
-            row, problems = parse_row(fields)
-            if row is None:
-                raise ResultError(_listed([printable(f"{path}:{line}: {key} {why}") for key, why in problems]))
-            rows.append(row)
+        for line in read_lines(path):
+            if line.row is None:
+                faults = [printable(f"{path}:{line.number}: {key} {why}") for key, why in line.faults]
+                raise ResultError(_listed(faults))
+            rows.append(line.row)
     return rows
-
-
-def read_lines(path: str | Path) -> list[tuple[int, Any]]:
-    """The JSON of each line that is not blank, with the line's number.
-
-    Raises:
-        ResultError: the file cannot be read, is empty, or a line is not JSON as :func:`parse_line` takes it.
-    """
-    lines = []
-    for number, line in numbered_lines(path):
-        try:
-            lines.append((number, parse_line(line)))
-        except LineError as error:
-            raise ResultError(f"{printable(path)}:{number}: the line {printable(error)}") from None
-    return lines
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
@@ -333,11 +323,38 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A row of results of Poros", **schema}
 
 
+def _read_line(number: int, text: bytes) -> Line:
+    try:
+        fields = parse_line(text)
+    except LineError as error:
+        return Line(number, None, None, [("the line", str(error))])
+    cell = fields.get("cell") if isinstance(fields, dict) else None
+    return Line(number, cell if isinstance(cell, str) else None, *_parse_row(fields))
+
+
+def _parse_row(fields: Any) -> tuple[Row | None, list[tuple[str, str]]]:
+    if not isinstance(fields, dict):
+        return None, [("row", "is not a JSON object")]
+    if "row_schema" not in fields:
+        return None, [("row_schema", f"is missing: the row is older than the published schema.{_lacking(fields)}")]
+    kind = _KINDS.get(str(fields.get("kind")))
+    if kind is None:
+        return None, [("kind", f"is {fields.get('kind')!r}; it should be {' or '.join(_KINDS)}")]
+    try:
+        return kind.model_validate(fields), []
+    except ValidationError as error:
+        return None, _faults(error)
+
+
 def _lacking(fields: dict[str, Any]) -> str:
     kind = _KINDS.get(str(fields.get("kind")))
     wanted = kind.model_fields.items() if kind else ()
     lacking = [name for name, field in wanted if field.is_required() and name not in fields]
     return f" It lacks {', '.join(lacking)}." if lacking else ""
+
+
+def _faults(error: ValidationError) -> list[tuple[str, str]]:
+    return [(".".join(map(str, detail["loc"])), _explain(detail)) for detail in error.errors()]
 
 
 def _explain(detail: Any) -> str:

@@ -5,13 +5,9 @@ Markdown and the page are two ways to write what is computed here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from poros.errors import ResultError
-from poros.evidence.artifact import ParityRow, Row, SpeedRow, pass_median, read_rows
-from poros.evidence.lines import printable
-from poros.evidence.verify import verify_files
+from poros.evidence.artifact import ParityRow, Row, SpeedRow, pass_median
 from poros.evidence.wording import seconds_text, settings_parts, settings_text, usual_settings
 
 BASELINES = ("resident", "poros-train", "unsloth", "stream-loop")
@@ -20,7 +16,6 @@ _WITH_PARITY = ("poros", "poros-trainer")
 _WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
 _PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")  # of rows in one table
 _RESERVED = "reserved_bytes"
-_MAX_SHOWN = 3
 
 STATUS_TEXT = {
     "out_of_memory": "out of memory",
@@ -122,27 +117,6 @@ class Summary:
     def parity(self) -> list[tuple[int, ParityRow]]:
         """Parity rows with their numbers among all rows."""
         return [(index, row) for index, row in enumerate(self.rows) if isinstance(row, ParityRow)]
-
-
-def rows_file(path: Path) -> Path:
-    """The file of rows that ``path`` is, or holds under the name ``rows.jsonl``."""
-    return path / "rows.jsonl" if path.is_dir() else path
-
-
-def read_verified(*paths: Path) -> list[Row]:
-    """The rows of files, or of folders with a ``rows.jsonl``, if :func:`verify_files` finds nothing wrong with them.
-
-    Raises:
-        ResultError: a file cannot be read, or they are not to be believed, each by itself and all together.
-    """
-    files = [rows_file(path) for path in paths]
-    problems = verify_files(files)
-    if problems:
-        shown = [f"{printable(problem.file)}: {problem}" for problem in problems[:_MAX_SHOWN]]
-        command = "poros bench verify " + " ".join(dict.fromkeys(printable(file) for file in files))
-        more = f"'{command}' lists all {len(problems)} problems."
-        raise ResultError("\n".join(["These rows do not hold up, so nothing is made of them:", *shown, more]))
-    return read_rows(*files)
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
