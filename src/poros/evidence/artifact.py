@@ -16,10 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from poros.errors import ResultError
 from poros.evidence.engines.base import Status
+from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.evidence.lines import LineError, numbered_lines, parse_line, printable
 
 OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
+PLACE = ("host", *OF_THE_CARD, "poros_commit")  # what rows that stand side by side have in common
 _MAX_PROBLEMS = 8  # an error message has to fit one screen
+
+_Meter = Annotated[int, Field(ge=0, lt=2**60)]
+_Size = Annotated[int, Field(gt=0, lt=2**60)]
 
 
 class _Part(BaseModel):
@@ -29,32 +34,32 @@ class _Part(BaseModel):
 class Lora(_Part):
     """Settings of the adapters."""
 
-    rank: int
-    alpha: int | float
-    dropout: float
+    rank: Annotated[int, Field(ge=1, le=MAX_RANK)]
+    alpha: Annotated[float, Field(gt=0, le=1e6)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     targets: str | list[str]
 
 
 class Dataset(_Part):
     """What was learnt from."""
 
-    name: str
-    seed: int | None = None
+    name: Literal["synthetic", "rows"]
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     sha256: str | None = None
     """Of all token ids that the run used."""
     path: str | None = None
 
 
 class _Peaks(_Part):
-    allocated_bytes: int | None = None
+    allocated_bytes: _Meter | None = None
     """The most that the allocator had handed out on the card."""
-    reserved_bytes: int | None = None
+    reserved_bytes: _Meter | None = None
     """The most that the allocator had taken of the card."""
-    process_bytes: int | None = None
+    process_bytes: _Meter | None = None
     """The whole process on the card, with its CUDA context, as the driver counts it."""
-    host_peak_bytes: int | None = None
+    host_peak_bytes: _Meter | None = None
     """The largest resident set of the process."""
-    host_locked_bytes: int | None = None
+    host_locked_bytes: _Meter | None = None
     """Host memory that was page-locked."""
 
 
@@ -96,16 +101,16 @@ class FirstDifference(_Part):
 class _Identity(_Part):
     row_schema: Literal[1] = 1
     kind: str
-    run_id: Annotated[str, Field(min_length=1)]
+    run_id: str
     """Shared by the rows of one side-by-side run."""
-    cell: Annotated[str, Field(min_length=1)]
+    cell: str
     """Unique in its run; the same in another run of the same spec."""
-    model: Annotated[str, Field(min_length=1)]
+    model: str
     """Name of a shape, hub id, or folder."""
     weights: Literal["random", "real"]
     family: str | None = None
     """The configuration's ``model_type``."""
-    method: Annotated[str, Field(min_length=1)]
+    method: str
     label: str
     """What tables call the method with its settings."""
     changes: list[str] = []
@@ -120,26 +125,26 @@ class _Settings(_Part):
     attention: str | None = None
     quantization: Literal["nf4"] | None = None
     double_quant: bool
-    dtype: str
-    seq_len: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)]
-    accumulation: Annotated[int, Field(ge=1)]
+    dtype: Literal["bfloat16", "float16", "float32"]
+    seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)]
+    batch_size: Annotated[int, Field(ge=1, le=MAX_BATCH)]
+    accumulation: Annotated[int, Field(ge=1, le=MAX_BATCH)]
     lora: Lora
-    block_size: int | None = None
-    slots: int | None = None
-    resident_blocks: int | None = None
-    budget_bytes: int | None = None
+    block_size: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    slots: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    resident_blocks: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
+    budget_bytes: _Size | None = None
     dataset: Dataset
-    learning_rate: float
-    max_grad_norm: float | None = None
-    optimizer: str = "adamw"
+    learning_rate: Annotated[float, Field(gt=0, le=1000)]
+    max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    optimizer: Literal["adamw"] = "adamw"
     options: dict[str, Any] = {}
     """Settings that only this method knows."""
-    steps: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1, le=MAX_STEPS)]
     """Counted optimizer steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Optimizer steps before the counted ones."""
-    num_passes: Annotated[int, Field(ge=1)] = 1
+    num_passes: Annotated[int, Field(ge=1, le=MAX_STEPS)] = 1
 
 
 class _SpeedResult(_Peaks):
@@ -179,7 +184,7 @@ class _Provenance(_Part):
     gpu_uuid: str | None = None
     driver: str | None = None
     link: str | None = None
-    gpu_memory_bytes: int | None = None
+    gpu_memory_bytes: _Size | None = None
     host: str
     versions: dict[str, str | None]
     poros_commit: str | None = None

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.evidence.artifact import ParityRow, Row, SpeedRow, pass_median
+from poros.evidence.artifact import PLACE, ParityRow, Row, SpeedRow, pass_median
 from poros.evidence.wording import seconds_text, settings_parts, settings_text, usual_settings
 
 BASELINES = ("resident", "poros-train", "unsloth", "stream-loop")
 _RESERVING = ("resident", "poros-train", "unsloth")  # those whose memory a cut is measured against
 _WITH_PARITY = ("poros", "poros-trainer")
 _WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
-_PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")  # of rows in one table
 _RESERVED = "reserved_bytes"
 
 STATUS_TEXT = {
@@ -124,7 +123,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
     grouped: dict[tuple[Any, ...], list[tuple[int, SpeedRow]]] = {}
     for index, row in enumerate(rows):
         if isinstance(row, SpeedRow):
-            place = tuple(getattr(row, key) for key in _PLACE)
+            place = tuple(getattr(row, key) for key in PLACE)
             grouped.setdefault((row.run_id, row.model, *place), []).append((index, row))
     parity = [(index, row) for index, row in enumerate(rows) if isinstance(row, ParityRow)]
     groups = tuple(_group(members, parity) for members in grouped.values())

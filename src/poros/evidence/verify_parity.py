@@ -4,8 +4,8 @@ import math
 import re
 
 from poros.evidence.artifact import ParityRow, Surfaces
-from poros.evidence.verify_readings import counted, memory_problems, possible_losses, possible_seconds, shown
-from poros.evidence.verify_settings import Found
+from poros.evidence.verify_readings import counted, memory_problems, possible_losses, possible_seconds
+from poros.evidence.verify_settings import Found, shown
 
 # Verdicts that rest on no inequality: zero gradients, and a loss that ended the check.
 _NOTHING_SHOWN = re.compile(r"vacuous|loss is")
@@ -86,8 +86,6 @@ def _steps(row: ParityRow) -> Found:
     ended = row.verdict != "PASS" and len(row.losses) == row.steps - 1
     yield from () if ended else counted("losses", row.losses, row.steps, "steps")
     yield from possible_losses("losses", row.losses)
-    if not row.dataset.sha256:
-        yield "dataset.sha256", "is null; a verdict says which tokens it rests on"
     for key, wanted in ("warmup_steps", 0), ("num_passes", 1):
         if getattr(row, key) != wanted:
             yield key, f"is {getattr(row, key)}; a parity check has {wanted}"

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from poros.evidence.artifact import Memory, Row, SpeedRow, derived_figures
-from poros.evidence.verify_settings import MAX_BYTES, Found
+from poros.evidence.verify_settings import Found, shown
 
 # From a clock's resolution to eleven days; and more than any loss that is finite by more than chance.
 _MIN_S, _MAX_S, _MAX_LOSS = 1e-6, 1e6, 1e9
@@ -31,8 +30,6 @@ def reading_problems(row: SpeedRow) -> Found:
             yield key, f"has {length} passes; num_passes is {row.num_passes}"
         elif row.status != "ok" and not length == lengths["passes"] < row.num_passes:
             yield key, f"has {length} passes with the status {row.status!r}; it should have as many as succeeded"
-    if row.status == "ok" and not row.dataset.sha256:
-        yield "dataset.sha256", "is null; a row with a figure says which tokens it learnt from"
     if row.status == "ok" and not row.family:
         yield "family", "is null; a row with a figure says which family the model is of"
     for index, seconds in enumerate(row.passes):
@@ -58,11 +55,6 @@ def figure_problems(row: SpeedRow) -> Found:
 
 def memory_problems(prefix: str, memory: Memory | Row, row: Row, *, complete: bool) -> Found:
     """Whether meters that were read in one process can be; if ``complete``, none that the device has is missing."""
-    for key in Memory.model_fields:
-        value = getattr(memory, key)
-        if value is not None and not 0 <= value < MAX_BYTES:
-            yield prefix + key, f"is {value}; bytes cannot be negative, or 2**60 and more"
-            return
     for key in _ON_CARD:
         value = getattr(memory, key)
         if row.device == "cpu" and value is not None:
@@ -103,11 +95,6 @@ def possible_seconds(key: str, value: float) -> Found:
         yield key, f"is {value}; seconds should be finite and above 0"
     elif not _MIN_S <= value <= _MAX_S:
         yield key, f"is {value}; seconds should be from {_MIN_S:g} to {_MAX_S:g}"
-
-
-def shown(value: Any) -> str:
-    """A value as a message has it."""
-    return "null" if value is None else repr(value)
 
 
 def _losses(row: SpeedRow) -> Found:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.evidence.artifact import Row, SpeedRow
+from poros.evidence.artifact import PLACE, Row, SpeedRow
 from poros.evidence.engines.base import METHODS, describe
 from poros.evidence.limits import MAX_RUN_S
 from poros.evidence.verify_settings import taken_at
 
-# What rows of one run_id share. Those of speed stand side by side, so they share their settings too.
-_PLACE = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")
+# What rows of one run_id share besides their place. Those of speed stand side by side, so they share settings too.
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
 _SETTINGS = (
     *("path", "quantization", "double_quant", "dtype", "seq_len", "batch_size", "accumulation"),
@@ -36,7 +35,7 @@ def run_problems(rows: Sequence[Placed]) -> RunProblems:
     yield from _duplicates(rows)
     yield from _copies(rows)
     for members in _grouped(rows, lambda row: row.run_id):
-        yield from _odd_ones(members, _PLACE)
+        yield from _odd_ones(members, PLACE)
         yield from _versions(members)
         yield from _times(members)
         yield from _settings([one for one in members if isinstance(one.row, SpeedRow)])

@@ -1,35 +1,27 @@
-"""Whether one row's settings, method, names and place can be, and agree with each other."""
+"""Whether one row's settings, method, names and place can be, and agree with each other.
 
-import math
+What a single setting may be is said by the row's fields, and is no matter here.
+"""
+
 import re
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from poros.evidence.artifact import Row, SpeedRow
+from poros.evidence.artifact import OF_THE_CARD, Row, SpeedRow
 from poros.evidence.engines.base import METHODS, Engine, describe, label_fault
-from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
+from poros.evidence.provenance import TIME_FORMAT
 from poros.model.shapes import read_shape, shape_names
 
 Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
 
 _CLOCK_SLACK_S = 24 * 3600  # a clock may be wrong by a time zone, not by more
 _FIRST_DAY = datetime(2025, 1, 1, tzinfo=UTC)  # no row is older than the schema
-_DTYPES = ("bfloat16", "float16", "float32")
-MAX_BYTES = 2**60
-_NAMES = ("run_id", "cell", "model", "family", "method", "label", "attention", "host", "gpu", "gpu_uuid", "driver")
-_MOST = {  # of what specs take
-    "seq_len": MAX_SEQ_LEN,
-    "batch_size": MAX_BATCH,
-    "accumulation": MAX_BATCH,
-    "steps": MAX_STEPS,
-    "warmup_steps": MAX_STEPS,
-    "num_passes": MAX_STEPS,
-    "block_size": MAX_LAYERS,
-    "slots": MAX_LAYERS,
-    "resident_blocks": MAX_LAYERS,
-}
+_NAMES = (
+    *("run_id", "cell", "model", "family", "method", "label", "attention"),
+    *("host", "gpu", "gpu_uuid", "driver", "link", "time_utc", "poros_commit"),
+)
 _SIZES = ("block_size", "slots", "resident_blocks")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -46,7 +38,6 @@ _PARITY_CELL = re.compile(
 def setting_problems(row: Row) -> Found:
     """All that is wrong with a row but for its readings."""
     yield from _names(row)
-    yield from _limits(row)
     yield from _data(row)
     yield from _device(row)
     yield from _provenance(row)
@@ -60,7 +51,7 @@ def setting_problems(row: Row) -> Found:
 
 
 def _names(row: Row) -> Found:
-    for key in (*_NAMES, "link", "time_utc", "poros_commit"):
+    for key in _NAMES:
         value = getattr(row, key)
         if value is None:
             continue
@@ -69,6 +60,8 @@ def _names(row: Row) -> Found:
         elif not value.isprintable():
             yield key, f"is {value!r}; a name has no control characters"
     targets = [row.lora.targets] if isinstance(row.lora.targets, str) else row.lora.targets
+    if not targets or not all(targets):
+        yield "lora.targets", f"is {row.lora.targets!r}; it should name what gets an adapter"
     others = {"lora.targets": targets, "versions": [*row.versions, *filter(None, row.versions.values())]}
     for key, values in others.items():
         if odd := [value for value in values if not value.isprintable() or value != value.strip()]:
@@ -79,56 +72,31 @@ def _names(row: Row) -> Found:
         yield "family", f"is {row.family!r}; the shape {row.model} is of {family!r}"
 
 
-def _limits(row: Row) -> Found:
-    for key, most in _MOST.items():
-        value, least = getattr(row, key), 0 if key in ("warmup_steps", "resident_blocks") else 1
-        if value is not None and not least <= value <= most:
-            yield key, f"is {value}; it should be from {least} to {most}"
-    for key in ("budget_bytes", "gpu_memory_bytes"):
-        value = getattr(row, key)
-        if value is not None and not 0 < value < MAX_BYTES:
-            yield key, f"is {value}; it should be above 0 and below 2**60"
-    if not 1 <= row.lora.rank <= MAX_RANK:
-        yield "lora.rank", f"is {row.lora.rank}; it should be from 1 to {MAX_RANK}"
-    if not 0 < row.lora.alpha <= 1e6:
-        yield "lora.alpha", f"is {row.lora.alpha}; it should be above 0, and 1e6 at most"
-    if not 0 <= row.lora.dropout < 1:
-        yield "lora.dropout", f"is {row.lora.dropout}; it should be at least 0 and below 1"
-    if not row.lora.targets or not all(row.lora.targets):
-        yield "lora.targets", f"is {row.lora.targets!r}; it should name what gets an adapter"
-    if not 0 < row.learning_rate <= 1000:
-        yield "learning_rate", f"is {row.learning_rate}; it should be above 0, and 1000 at most"
-    if row.max_grad_norm is not None and not (row.max_grad_norm >= 0 and math.isfinite(row.max_grad_norm)):
-        yield "max_grad_norm", f"is {row.max_grad_norm}; it should be finite and at least 0"
-    if row.dtype not in _DTYPES:
-        yield "dtype", f"is {row.dtype!r}; there are {', '.join(_DTYPES)}"
-    if row.optimizer != "adamw":
-        yield "optimizer", f"is {row.optimizer!r}; there is adamw"
-
-
 def _data(row: Row) -> Found:
     data = row.dataset
-    if data.name not in ("synthetic", "rows"):
-        yield "dataset.name", f"is {data.name!r}; there are synthetic and rows"
-    elif (data.name == "synthetic") != (data.path is None):
+    if (data.name == "synthetic") != (data.path is None):
         yield "dataset.path", f"is {data.path!r}, but the data are {data.name}; a file's rows have one, no others"
-    if data.sha256 is not None and not _SHA256.fullmatch(data.sha256):
+    if data.sha256 is None:
+        if _has_result(row):
+            yield "dataset.sha256", "is null; a row with a result says which tokens it rests on"
+    elif not _SHA256.fullmatch(data.sha256):
         yield "dataset.sha256", f"is {data.sha256!r}; it should be 64 hexadecimal digits"
-    if data.seed is not None and not 0 <= data.seed <= MAX_SEED:
-        yield "dataset.seed", f"is {data.seed}; it should be from 0 to {MAX_SEED}"
 
 
 def _device(row: Row) -> Found:
     """A row of a card names it, and one of a CPU has nothing to do with any."""
-    has_result = not isinstance(row, SpeedRow) or row.status == "ok"
-    if row.device is None and has_result:
+    if row.device is None and _has_result(row):
         yield "device", "is null; a row with a result says where it was computed"
     for key in ("gpu", "gpu_memory_bytes"):
-        value = getattr(row, key)
-        if row.device == "cuda" and value is None and has_result:
+        if row.device == "cuda" and getattr(row, key) is None and _has_result(row):
             yield key, "is null; a row measured on a card names it"
-        elif row.device == "cpu" and value is not None:
-            yield key, f"is {value!r}, but the device is the CPU"
+    for key in OF_THE_CARD:
+        if row.device == "cpu" and getattr(row, key) is not None:
+            yield key, f"is {getattr(row, key)!r}, but the device is the CPU"
+
+
+def _has_result(row: Row) -> bool:
+    return not isinstance(row, SpeedRow) or row.status == "ok"
 
 
 def _provenance(row: Row) -> Found:
@@ -149,7 +117,7 @@ def _provenance(row: Row) -> Found:
 
 def taken_at(row: Row) -> float:
     """Unix time of a row; ValueError if it gives none."""
-    return datetime.strptime(row.time_utc, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    return datetime.strptime(row.time_utc, TIME_FORMAT).replace(tzinfo=UTC).timestamp()
 
 
 def _label(row: Row) -> Found:
@@ -161,9 +129,10 @@ def _label(row: Row) -> Found:
 
 def _cell(row: Row) -> Found:
     """A cell is its model's, and what it says of the settings is so."""
-    model, slash, name = row.cell[: len(row.model)], row.cell[len(row.model) :][:1], row.cell[len(row.model) + 1 :]
-    if model != row.model or slash != "/" or not name:
-        yield "cell", f"is {row.cell!r}; it should begin with the model and a slash: {row.model}/"
+    prefix = f"{row.model}/"
+    name = row.cell.removeprefix(prefix)
+    if not row.cell.startswith(prefix) or not name:
+        yield "cell", f"is {row.cell!r}; it should begin with the model and a slash: {prefix}"
         return
     if isinstance(row, SpeedRow):
         said = _STANDARD_CELL.fullmatch(name.removesuffix(_options_in_cell(row.options)))
@@ -186,7 +155,7 @@ def _engine(row: Row, engine: Engine) -> Found:
     if row.changes != [*engine.changes]:
         yield "changes", f"is {row.changes}; {row.method} changes {[*engine.changes]}"
     if row.engine != engine.launch:
-        yield "engine", f"is {_shown(row.engine)}; that of {row.method} is {_shown(engine.launch)}"
+        yield "engine", f"is {shown(row.engine)}; that of {row.method} is {shown(engine.launch)}"
     for key in _SIZES:
         if getattr(row, key) and key not in engine.settings:
             yield key, f"is {getattr(row, key)}; {row.method} has none"
@@ -194,5 +163,6 @@ def _engine(row: Row, engine: Engine) -> Found:
         yield "lora.dropout", f"is {row.lora.dropout}; {row.method} takes {engine.dropout} only"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a message has it."""
     return "null" if value is None else repr(value)
