@@ -49,6 +49,13 @@ def test_failures_parity_and_provenance_are_told():
     assert "NVIDIA H200, PCIe 5 x16, driver 580.1; x86_64, 16 cores; python 3.12.3, torch 2.11.0" in text
 
 
+def test_a_first_difference_without_an_element_is_told_with_the_note():
+    first = {"step": 2, "surface": "rng"}
+    noted = {"poison": False, "note": "nothing was reloaded"}
+    text = markdown_report(summarize([parity_row("FAIL", first_difference=first, options=noted)]), "Results")
+    assert "layers.3 differs; first difference: step 2, rng; nothing was reloaded\n" in text
+
+
 def test_a_verdict_stands_beside_what_it_is_about_only():
     ours = speed_row(1)
 

@@ -7,8 +7,7 @@ from typing import Literal
 from poros.errors import ResultError
 from poros.evidence.artifact import ParityRow, Row
 from poros.evidence.lines import printable
-from poros.evidence.summary import STATUS_TEXT
-from poros.evidence.wording import seconds_text
+from poros.evidence.wording import STATUS_TEXT, seconds_text
 
 _MEMORY = {
     "allocated_bytes": "allocated",

@@ -8,9 +8,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from poros.evidence.artifact import Row
-from poros.evidence.report import READING, failure_text, surfaces_text, verdict_text, why_text
 from poros.evidence.summary import Column, Group, Summary, overview
-from poros.evidence.wording import place_text
+from poros.evidence.wording import READING, failure_text, place_text, surfaces_text, verdict_text, why_text
 
 _ROOM = "poros.evidence"
 _IN_MARKDOWN_ONLY = ("passes",)  # here a chart shows them
@@ -62,8 +61,7 @@ def _column_groups(columns: list[Column]) -> list[tuple[str, int]]:
 
 def _charted(group: Group) -> dict[str, Any]:
     """What the charts of a group are drawn from."""
-    ok = [entry for entry in group.entries if entry.row.status == "ok"]
-    on_card = any(entry.row.reserved_bytes for entry in ok)
+    on_card = any(entry.row.reserved_bytes for entry in group.ok)
     key = "reserved_bytes" if on_card else "host_peak_bytes"
     return {
         "memory": "GiB reserved on the card" if on_card else "GiB of host memory, peak",
@@ -79,7 +77,7 @@ def _charted(group: Group) -> dict[str, Any]:
                 "passes": entry.row.passes,
                 "losses": entry.row.losses,
             }
-            for entry in ok
+            for entry in group.ok
         ],
     }
 

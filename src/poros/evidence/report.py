@@ -3,17 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from poros.evidence.artifact import ParityRow
-from poros.evidence.summary import STATUS_TEXT, Entry, Group, Summary, overview
-from poros.evidence.wording import place_text
-
-READING = (
-    "Seconds a step are the median over passes of each pass's median, with the standard deviation of the passes' "
-    "medians. Of memory, each figure is the largest of all passes. Reserved is what the allocator takes of the card, "
-    "process what the whole process takes with its CUDA context; of the host, peak is the largest resident set, and "
-    "locked what was page-locked. Ratios are to rows of the same run on the same machine, never of another. "
-    "A memory cut is the reserved memory of the baseline over that of the row."
-)
+from poros.evidence.artifact import ParityRow, Row
+from poros.evidence.summary import Group, Summary, overview
+from poros.evidence.wording import READING, failure_text, place_text, surfaces_text, verdict_text, why_text
 
 
 def markdown_report(summary: Summary, title: str) -> str:
@@ -29,7 +21,7 @@ def markdown_report(summary: Summary, title: str) -> str:
         parts += ["## Parity", _parity_table([row for _, row in summary.parity])]
         reasons = [f"{row.cell}: {verdict_text(row)}: {why_text(row)}" for _, row in summary.parity if why_text(row)]
         parts += [f"- {inert(reason)}" for reason in reasons]
-    parts += ["## Provenance", *_places(summary)]
+    parts += ["## Provenance", _places(summary)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -69,13 +61,8 @@ def _group(group: Group, summary: Summary) -> list[str]:
         )
     if group.failures:
         parts.append("Without a figure:")
-        parts.append("\n".join(f"- {inert(failure_text(entry))}" for entry in group.failures))
+        parts.append("\n".join(f"- {inert(failure_text(entry.row))}" for entry in group.failures))
     return parts
-
-
-def failure_text(entry: Entry) -> str:
-    """Why a row has no figure, in one line."""
-    return f"{entry.row.label}: {STATUS_TEXT[entry.row.status]}: {entry.row.reason}"
 
 
 def _parity_table(rows: Sequence[ParityRow]) -> str:
@@ -88,43 +75,14 @@ def _parity_table(rows: Sequence[ParityRow]) -> str:
     return table([*heads, "surfaces equal", "in the control", "verdict"], lines)
 
 
-def surfaces_text(row: ParityRow) -> tuple[str, str]:
-    """On how many surfaces the streamed run, and the control, were equal."""
-    counts = [list(part.model_dump().values()) for part in (row.surfaces.streamed, row.surfaces.control)]
-    streamed, control = (f"{sum(equal)} of {len(equal)}" for equal in counts)
-    return streamed, control
-
-
-def verdict_text(row: ParityRow) -> str:
-    """``PASS (0.00e+00)``, or the verdict alone."""
-    if row.max_abs_difference is None or row.verdict == "INCONCLUSIVE":
-        return row.verdict
-    return f"{row.verdict} ({row.max_abs_difference:.2e})"
-
-
-def why_text(row: ParityRow) -> str:
-    """Why a verdict is not PASS, with the first difference; and what is noted besides."""
-    first, note = row.first_difference, row.options.get("note")
-    if first is None:
-        return "; ".join(part for part in (row.reason, note) if isinstance(part, str))
-    where = f"step {first.step}, {first.surface}" + ("" if first.tensor is None else f" of {first.tensor}")
-    where += "" if first.index is None else f" at {first.index}"
-    bits = "" if first.found_bits is None else f" (bits {first.found_bits}, not {first.expected_bits})"
-    return f"{row.reason}; first difference: {where}: {first.found} instead of {first.expected}{bits}"
-
-
-def _places(summary: Summary) -> list[str]:
+def _places(summary: Summary) -> str:
     """One line for each run: rows that were measured with the same packages share it."""
-    places: dict[tuple[str, str], list[str]] = {}
-    times: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], list[Row]] = {}  # (run, place) -> rows
     for row in summary.rows:
-        place, _, time = place_text(row).rpartition("; ")
-        key = (row.run_id, place)
-        places.setdefault(key, []).append(row.cell)
-        times.setdefault(key, time)
+        places.setdefault((row.run_id, place_text(row)), []).append(row)
     runs = [run_id for run_id, _ in places]
     lines = []
-    for (run_id, place), cells in places.items():
-        which = f" ({', '.join(cells)})" if runs.count(run_id) > 1 else ""
-        lines.append(f"- Run {_code(run_id)}{inert(which)}: {inert(f'{place}; {times[run_id, place]}')}")
-    return ["\n".join(lines)]
+    for (run_id, place), rows in places.items():
+        which = f" ({', '.join(row.cell for row in rows)})" if runs.count(run_id) > 1 else ""
+        lines.append(f"- Run {_code(run_id)}{inert(which)}: {inert(f'{place}; {rows[0].time_utc}.')}")
+    return "\n".join(lines)

@@ -7,23 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.evidence.artifact import PLACE, ParityRow, Row, SpeedRow, pass_median
-from poros.evidence.wording import seconds_text, settings_parts, settings_text, usual_settings
+from poros.evidence.artifact import PLACE, Memory, ParityRow, Row, SpeedRow, pass_median
+from poros.evidence.wording import STATUS_TEXT, seconds_text, settings_parts, settings_text, usual_settings
 
 BASELINES = ("resident", "poros-train", "unsloth", "stream-loop")
 _RESERVING = ("resident", "poros-train", "unsloth")  # those whose memory a cut is measured against
 _WITH_PARITY = ("poros", "poros-trainer")
 _WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
-_RESERVED = "reserved_bytes"
-
-STATUS_TEXT = {
-    "out_of_memory": "out of memory",
-    "missing_package": "missing package",
-    "unsupported": "unsupported",
-    "diverged": "diverged",
-    "timeout": "time limit",
-    "crashed": "crashed",
-}
+_FASTEST = "fastest Poros row"
+_OF_THE_FASTEST = ("s_per_step", *(f"of_{name}" for name in BASELINES), "reserved_bytes")
 
 
 @dataclass(frozen=True)
@@ -46,6 +38,9 @@ class Cell:
     row: int | None = None  # the number of the row that it is from, if that is not the line's own
 
 
+_EMPTY = Cell("")
+
+
 @dataclass(frozen=True)
 class Entry:
     """A speed row beside others of its run, place and model: its number among all rows, and its cells by column key.
@@ -62,15 +57,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """The speed rows of one model in one run on one machine: all that may stand in one table."""
+    """The speed rows of one model in one run on one machine: all that may stand in one table.
+
+    Attributes:
+        settings: Those that the rows share, in one sentence.
+        weights: Empty if not all rows have the same.
+        parity: Verdicts of the parity rows of the model as it is here.
+        same_losses: Labels of the methods whose loss is the resident run's, bit for bit, at every step.
+    """
 
     run_id: str
     model: str
-    settings: str  # those that the rows share, in one sentence
-    weights: str  # empty if not all rows have the same
-    parity: Cell  # verdicts of the parity rows of the model as it is here
+    settings: str
+    weights: str
+    parity: Cell
     entries: tuple[Entry, ...]
-    same_losses: tuple[str, ...]  # labels of the methods whose loss is the resident run's, bit for bit, at every step
+    same_losses: tuple[str, ...]
 
     @property
     def heading(self) -> str:
@@ -89,9 +91,9 @@ class Group:
         return ", ".join(dict.fromkeys(entry.row.family for entry in self.entries if entry.row.family))
 
     @property
-    def ok(self) -> list[SpeedRow]:
-        """The rows that have figures."""
-        return [entry.row for entry in self.entries if entry.row.status == "ok"]
+    def ok(self) -> list[Entry]:
+        """Entries with figures."""
+        return [entry for entry in self.entries if entry.row.status == "ok"]
 
     @property
     def failures(self) -> list[Entry]:
@@ -132,7 +134,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
     return Summary(tuple(rows), groups, columns)
 
 
-def parity_cell(rows: Iterable[tuple[int, ParityRow]], block_size: int | None = None) -> Cell:
+def _parity_cell(rows: Iterable[tuple[int, ParityRow]], block_size: int | None = None) -> Cell:
     """The verdicts of ``rows`` with what they were found with, the worst first: ``PASS (strict, 20 steps)``.
 
     Args:
@@ -175,9 +177,9 @@ def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[tuple[int, 
     entries = []
     for (index, row), part in zip(members, parts, strict=True):
         own = [text for key, text in part.items() if text != usual.get(key) and text not in row.changes]
-        verdicts = parity_cell(((i, one) for i, one in parity if proves(one, row)), row.block_size)
+        verdicts = _parity_cell(((i, one) for i, one in parity if _is_about(one, row)), row.block_size)
         entries.append(Entry(index, row, _cells(row, baselines, verdicts), (*row.changes, *own)))
-    about = parity_cell((i, one) for i, one in parity if any(proves(one, row) for _, row in members))
+    about = _parity_cell((i, one) for i, one in parity if any(_is_about(one, row) for _, row in members))
     resident = baselines.get("resident")
     same = [one.label for _, one in members if resident and one is not resident and _same_losses(one, resident)]
     row = members[0][1]
@@ -186,7 +188,7 @@ def _group(members: Sequence[tuple[int, SpeedRow]], parity: Sequence[tuple[int, 
     return Group(row.run_id, row.model, settings, weights, about, tuple(entries), tuple(same))
 
 
-def proves(parity: ParityRow, row: SpeedRow) -> bool:
+def _is_about(parity: ParityRow, row: SpeedRow) -> bool:
     """Whether a verdict is about what a speed row measured: the same model, weights, bits, and way of launching."""
     pairs = ((getattr(parity, key), getattr(row, key)) for key in ("model", "weights", "family", "quantization"))
     double = [one.double_quant and one.quantization is not None for one in (parity, row)]
@@ -199,12 +201,11 @@ def _same_losses(row: SpeedRow, other: SpeedRow) -> bool:
 
 
 def _cells(row: SpeedRow, baselines: dict[str, SpeedRow], verdicts: Cell) -> dict[str, Cell]:
-    empty = Cell("")
     cells = {
         "parity": verdicts,
         "s_per_step": Cell(STATUS_TEXT.get(row.status, "")),
-        "passes": empty,
-        "tokens_per_s": empty,
+        "passes": _EMPTY,
+        "tokens_per_s": _EMPTY,
     }
     if row.s_per_step is not None and row.tokens_per_s is not None:
         cells["s_per_step"] = Cell(seconds_text(row.s_per_step, row.s_per_step_std), row.s_per_step)
@@ -214,14 +215,14 @@ def _cells(row: SpeedRow, baselines: dict[str, SpeedRow], verdicts: Cell) -> dic
     for name in BASELINES:
         base = baselines[name].s_per_step if name in baselines else None
         ratio = row.s_per_step / base if row.s_per_step is not None and base else None
-        cells[f"of_{name}"] = empty if ratio is None else Cell(f"{ratio:.2f}", ratio)
-    for key in ("allocated_bytes", "reserved_bytes", "process_bytes", "host_peak_bytes", "host_locked_bytes"):
+        cells[f"of_{name}"] = _EMPTY if ratio is None else Cell(f"{ratio:.2f}", ratio)
+    for key in Memory.model_fields:
         cells[key] = _gib(getattr(row, key))
     return cells
 
 
 def _gib(num_bytes: int | None) -> Cell:
-    return Cell("") if num_bytes is None else Cell(f"{num_bytes / 2**30:.2f}", num_bytes)
+    return _EMPTY if num_bytes is None else Cell(f"{num_bytes / 2**30:.2f}", num_bytes)
 
 
 def overview(summary: Summary) -> tuple[list[Column], list[list[Cell]]]:
@@ -229,34 +230,38 @@ def overview(summary: Summary) -> tuple[list[Column], list[list[Cell]]]:
 
     The cells that are from a row say which.
     """
-    several = summary.has_several_runs
-    words = ("model", *(("run",) if several else ()), "weights", "family", "parity", "fastest Poros row")
+    words = ("model", "run", "weights", "family", "parity", _FASTEST)
     columns = [Column(name, name, name, is_number=False) for name in words]
-    columns += [column for column in _columns() if column.key.startswith(("s_per", "of_")) or column.key == _RESERVED]
+    columns += [column for column in _columns() if column.key in _OF_THE_FASTEST]
     columns += [Column(f"cut_{name}", f"memory cut against {name}", name, "memory cut against") for name in _RESERVING]
-    lines = [_achieved(group, several) for group in summary.groups]
-    needed = len(words) + 1  # and the seconds
-    used = [place for place in range(len(columns)) if place < needed or any(line[place].text for line in lines)]
-    return [columns[place] for place in used], [[line[place] for place in used] for line in lines]
+    lines = [_achieved(group) for group in summary.groups]
+    shown = {*words, "s_per_step", *(key for line in lines for key, cell in line.items() if cell.text)}
+    if not summary.has_several_runs:
+        shown.remove("run")
+    used = [column for column in columns if column.key in shown]
+    return used, [[line.get(column.key, _EMPTY) for column in used] for line in lines]
 
 
-def _achieved(group: Group, several_runs: bool) -> list[Cell]:
-    about = [
-        Cell(group.model),
-        *([Cell(group.where)] if several_runs else []),
-        Cell(group.weights),
-        Cell(group.families),
-        group.parity,
-    ]
+def _achieved(group: Group) -> dict[str, Cell]:
+    """A line of the overview, by column key; a cell that is not there is empty."""
+    about = {
+        "model": Cell(group.model),
+        "run": Cell(group.where),
+        "weights": Cell(group.weights),
+        "family": Cell(group.families),
+        "parity": group.parity,
+    }
     ours = min(
-        (entry for entry in group.entries if entry.row.method in _WITH_PARITY and entry.row.s_per_step is not None),
+        (entry for entry in group.ok if entry.row.method in _WITH_PARITY),
         key=lambda entry: entry.row.s_per_step or 0.0,
         default=None,
     )
     if ours is None:
-        return [*about, Cell("none"), *[Cell("")] * (len(BASELINES) + len(_RESERVING) + 2)]
-    reserved = {row.method: row.reserved_bytes for row in reversed(group.ok)}
-    cuts = [(reserved.get(name) or 0) / (ours.row.reserved_bytes or 1) for name in _RESERVING]
-    texts = [ours.cells[key].text for key in ("s_per_step", *(f"of_{name}" for name in BASELINES), _RESERVED)]
-    texts += [f"{cut:.2f}" if cut and ours.row.reserved_bytes else "" for cut in cuts]
-    return [*about, *(Cell(text, row=ours.index) for text in (ours.row.label, *texts))]
+        return {**about, _FASTEST: Cell("none")}
+    texts = {_FASTEST: ours.row.label, **{key: ours.cells[key].text for key in _OF_THE_FASTEST}}
+    reserved = {entry.row.method: entry.row.reserved_bytes for entry in reversed(group.ok)}  # the first of each method
+    for name in _RESERVING:
+        theirs = reserved.get(name)
+        if theirs and ours.row.reserved_bytes:
+            texts[f"cut_{name}"] = f"{theirs / ours.row.reserved_bytes:.2f}"
+    return {**about, **{key: Cell(text, row=ours.index) for key, text in texts.items()}}
