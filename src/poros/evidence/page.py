@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from poros.evidence.artifact import Row
+from poros.evidence.artifact import Row, pass_median
 from poros.evidence.summary import Column, Group, Summary, overview
 from poros.evidence.wording import READING, failure_text, place_text, surfaces_text, verdict_text, why_text
 
@@ -75,6 +75,7 @@ def _charted(group: Group) -> dict[str, Any]:
                 "shown": entry.cells["s_per_step"].text,
                 "gib": (getattr(entry.row, key) or 0) / 2**30,
                 "passes": entry.row.passes,
+                "medians": [pass_median(seconds) for seconds in entry.row.passes],
                 "losses": entry.row.losses,
             }
             for entry in group.ok

@@ -36,12 +36,6 @@ function textWidth(text) {
   return measure.measureText(text).width;
 }
 
-const median = (values) => {
-  const sorted = [...values].sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-};
-
 // Round values of a scale between two bounds, about `count` of them, and the decimals that they need.
 function ticks(low, high, count) {
   // Values that differ in their last bits only have no steps between them that numbers could count.
@@ -56,15 +50,8 @@ function ticks(low, high, count) {
 
 const scale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 
-// ---- Speed against memory ------------------------------------------------------------------------------------------
-
-function drawMemory(plot, group) {
-  const { svg, width, height } = canvas(plot, 320);
-  const box = { left: 44, right: width - 12, top: 30, bottom: height - 40 };
-  const most = { gib: Math.max(...group.methods.map((one) => one.gib)) * 1.08, seconds: Math.max(...group.methods.map((one) => one.seconds)) * 1.08 };
-  const xTicks = ticks(0, most.gib, width < 420 ? 4 : 6), yTicks = ticks(0, most.seconds, 5);
-  const x = scale(0, most.gib, box.left, box.right);
-  const y = scale(0, most.seconds, box.bottom, box.top);
+// The rules and the scales of a chart with two axes, and what each is of.
+function frame({ svg, height }, box, { x, y, xTicks, yTicks, below, above }) {
   for (const value of yTicks.values) {
     draw(svg, "line", { class: value ? "rule" : "base", x1: box.left, x2: box.right, y1: y(value), y2: y(value) });
     draw(svg, "text", { class: "axis", x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, yTicks.shown(value));
@@ -72,8 +59,21 @@ function drawMemory(plot, group) {
   for (const value of xTicks.values) {
     draw(svg, "text", { class: "axis", x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, xTicks.shown(value));
   }
-  draw(svg, "text", { class: "axis", x: 0, y: 14 }, "seconds a step (lower left is better)");
-  draw(svg, "text", { class: "axis", x: box.right, y: height - 4, "text-anchor": "end" }, group.memory);
+  draw(svg, "text", { class: "axis", x: 0, y: 14 }, above);
+  draw(svg, "text", { class: "axis", x: box.right, y: height - 4, "text-anchor": "end" }, below);
+}
+
+// ---- Speed against memory ------------------------------------------------------------------------------------------
+
+function drawMemory(plot, group) {
+  const chart = canvas(plot, 320);
+  const { svg, width, height } = chart;
+  const box = { left: 44, right: width - 12, top: 30, bottom: height - 40 };
+  const gib = Math.max(...group.methods.map((one) => one.gib)) * 1.08;
+  const seconds = Math.max(...group.methods.map((one) => one.seconds)) * 1.08;
+  const x = scale(0, gib, box.left, box.right), y = scale(0, seconds, box.bottom, box.top);
+  const xTicks = ticks(0, gib, width < 420 ? 4 : 6), yTicks = ticks(0, seconds, 5);
+  frame(chart, box, { x, y, xTicks, yTicks, below: group.memory, above: "seconds a step (lower left is better)" });
 
   const points = group.methods.map((one) => ({ one, x: x(one.gib), y: y(one.seconds) }));
   const taken = points.map((point) => [point.x - 6, point.y - 6, point.x + 6, point.y + 6]);
@@ -86,6 +86,7 @@ function drawMemory(plot, group) {
 }
 
 // Write a point's label at the nearest free place around it, with a line to it if that is not beside it.
+// Rectangles are [left, top, right, bottom]; `taken` are those of points and of labels so far.
 function label(link, point, taken, box) {
   const width = textWidth(point.one.label);
   const clear = (rect) =>
@@ -145,7 +146,7 @@ function drawSpread(plot, group) {
     one.passes.forEach((seconds, number) => {
       const y = middle + (number - (one.passes.length - 1) / 2) * passHeight;
       for (const value of seconds) step(link, one, off(one, value), limit, x, y, box);
-      const at = Math.max(-limit, Math.min(limit, off(one, median(seconds))));
+      const at = Math.max(-limit, Math.min(limit, off(one, one.medians[number])));
       draw(link, "circle", { class: "pass", cx: x(at), cy: y, r: 3.5, fill: colour(one.method) });
     });
     top += rowHeight(one);
@@ -167,30 +168,19 @@ function step(link, one, percent, limit, x, y, box) {
 // ---- Losses --------------------------------------------------------------------------------------------------------
 
 function drawLosses(plot, group) {
-  // Curves that are equal in every bit are one curve with several names.
-  const curves = new Map();
-  for (const one of group.methods) {
-    for (const losses of one.losses) {
-      if (!losses.length) continue;
-      const key = JSON.stringify(losses);
-      if (!curves.has(key)) curves.set(key, { losses, methods: [] });
-      const known = curves.get(key).methods;
-      if (!known.includes(one)) known.push(one);
-    }
-  }
-  const list = [...curves.values()];
-  if (!list.length) {
+  const curves = distinctCurves(group.methods);
+  if (!curves.length) {
     plot.textContent = "No method computes a loss.";
     return;
   }
-  const names = new Map(list.map((curve) => [curve, curve.methods.filter((one) => list.find((c) => c.methods.includes(one)) === curve)]));
   const widest = Math.max(...group.methods.map((one) => textWidth(one.label)));
   const beside = plot.clientWidth > 420;
-  const { svg, width, height } = canvas(plot, 320);
+  const chart = canvas(plot, 320);
+  const { svg, width, height } = chart;
   const box = { left: 44, right: width - (beside ? widest + 30 : 10), top: 30, bottom: height - 40 };
-  const flat = list.flatMap((curve) => curve.losses);
+  const flat = curves.flatMap((curve) => curve.losses);
   const low = Math.min(...flat), high = Math.max(...flat), pad = (high - low) * 0.06 || 0.5;
-  const steps = Math.max(...list.map((curve) => curve.losses.length));
+  const steps = Math.max(...curves.map((curve) => curve.losses.length));
   const x = scale(1, Math.max(2, steps), box.left + 6, box.right);
   const y = scale(low - pad, high + pad, box.bottom, box.top);
   if (group.warmup) {
@@ -199,29 +189,37 @@ function drawLosses(plot, group) {
     draw(svg, "text", { class: "axis", x: box.left + 4, y: box.top + 14 }, end - box.left > 60 ? "warm-up" : "");
   }
   const yTicks = ticks(low - pad, high + pad, 5), xTicks = ticks(1, steps, Math.min(6, steps));
-  for (const value of yTicks.values) {
-    draw(svg, "line", { class: "rule", x1: box.left, x2: box.right, y1: y(value), y2: y(value) });
-    draw(svg, "text", { class: "axis", x: box.left - 8, y: y(value) + 4, "text-anchor": "end" }, yTicks.shown(value));
-  }
-  for (const value of xTicks.values.filter((number) => Number.isInteger(number))) {
-    draw(svg, "text", { class: "axis", x: x(value), y: box.bottom + 18, "text-anchor": "middle" }, String(value));
-  }
-  draw(svg, "text", { class: "axis", x: 0, y: 14 }, "loss");
-  draw(svg, "text", { class: "axis", x: box.right, y: height - 4, "text-anchor": "end" }, "optimizer step");
-  for (const curve of list) {
+  const wholeSteps = { values: xTicks.values.filter(Number.isInteger), shown: String };
+  frame(chart, box, { x, y, xTicks: wholeSteps, yTicks, below: "optimizer step", above: "loss" });
+  for (const curve of curves) {
     const path = curve.losses.map((loss, index) => `${index ? "L" : "M"}${x(index + 1).toFixed(2)},${y(loss).toFixed(2)}`).join("");
     const line = rowLink(svg, curve.methods[0], curve.methods.map((one) => one.label).join(", "));
     draw(line, "path", { class: "curve", d: path, stroke: colour(curve.methods[0].method) });
   }
-  if (beside) nameCurves(svg, list, names, y, box);
-  else legend(plot, list, names);
+  const named = curves.filter((curve) => curve.names.length);
+  if (beside) nameCurves(svg, named, y, box);
+  else legend(plot, named);
+}
+
+// Curves that are equal in every bit are one. Of several passes that differ, the first has the method's name.
+function distinctCurves(methods) {
+  const curves = new Map();  // losses as text -> their curve
+  for (const one of methods) {
+    one.losses.filter((losses) => losses.length).forEach((losses, pass) => {
+      const key = JSON.stringify(losses);
+      if (!curves.has(key)) curves.set(key, { losses, methods: [], names: [] });
+      const curve = curves.get(key);
+      if (!curve.methods.includes(one)) curve.methods.push(one);
+      if (pass === 0) curve.names.push(one);
+    });
+  }
+  return [...curves.values()];
 }
 
 // The names of each curve beside its end, one below the other, moved apart where they would overlap.
-function nameCurves(svg, list, names, y, box) {
+function nameCurves(svg, curves, y, box) {
   const line = 15;
-  const blocks = list.filter((curve) => names.get(curve).length)
-    .map((curve) => ({ curve, end: y(curve.losses.at(-1)), size: names.get(curve).length * line }))
+  const blocks = curves.map((curve) => ({ names: curve.names, end: y(curve.losses.at(-1)), size: curve.names.length * line }))
     .sort((a, b) => a.end - b.end);
   let free = 4;
   for (const block of blocks) {
@@ -233,24 +231,23 @@ function nameCurves(svg, list, names, y, box) {
     block.top = Math.min(block.top, room - block.size);
     room = block.top - 4;
   }
-  for (const { curve, end, top, size } of blocks) {
+  for (const { names, end, top, size } of blocks) {
     const at = top + size / 2;
     draw(svg, "path", { class: "leader", d: `M${box.right + 2},${end} L${box.right + 12},${at}` });
-    if (names.get(curve).length > 1) draw(svg, "path", { class: "leader", d: `M${box.right + 14},${top + 3} v${size - 5}` });
-    names.get(curve).forEach((one, number) => {
+    if (names.length > 1) draw(svg, "path", { class: "leader", d: `M${box.right + 14},${top + 3} v${size - 5}` });
+    names.forEach((one, number) => {
       const link = rowLink(svg, one, one.label);
       draw(link, "text", { x: box.right + 19, y: top + number * line + 12, style: `fill: ${colour(one.method)}` }, one.label);
     });
   }
 }
 
-function legend(plot, list, names) {
+function legend(plot, curves) {
   const items = document.createElement("ul");
   items.className = "legend";
-  for (const curve of list) {
-    if (!names.get(curve).length) continue;
+  for (const curve of curves) {
     const item = document.createElement("li");
-    item.textContent = names.get(curve).map((one) => one.label).join(" = ");
+    item.textContent = curve.names.map((one) => one.label).join(" = ");
     item.style.color = colour(curve.methods[0].method);
     items.append(item);
   }
