@@ -1,6 +1,7 @@
 """Reports say what the rows say: tables with ratios and failures, and what changed between two runs."""
 
 import re
+from itertools import dropwhile, takewhile
 
 import pytest
 from typer.testing import CliRunner
@@ -16,10 +17,10 @@ from tests.result_rows import GIB, campaign, failed_row, parity_row, speed_row
 
 def _table(text: str, heading: str) -> list[dict[str, str]]:
     """The first Markdown table below a heading, as dictionaries."""
-    section = text.split(heading, 1)[1]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
-    count = next((place for place, line in enumerate(lines[2:], 2) if set("".join(line)) == {"-"}), len(lines) + 1) - 1
-    return [dict(zip(lines[0], line, strict=False)) for line in lines[2:count]]
+    below = dropwhile(lambda line: not line.startswith("|"), text.split(heading, 1)[1].splitlines())
+    lines = takewhile(lambda line: line.startswith("|"), below)
+    head, _, *body = (line[2:-2].split(" | ") for line in lines)
+    return [dict(zip(head, line, strict=True)) for line in body]
 
 
 def test_the_table_has_every_method_with_its_changes_figures_and_ratios():

@@ -87,7 +87,7 @@ READINGS = {
     ),
     "a peak is below that of a pass": (_set(0, "reserved_bytes", 4 * GIB), "reserved_bytes", "the passes give"),
     "tokens a second of a longer sequence": (_set(3, "tokens_per_s", 9e4), "tokens_per_s", "the passes give 615"),
-    "a step took no time": (_set(0, "passes.1.3", 0.0), "passes.1.3", "should be finite and above 0"),
+    "a step took no time": (_set(0, "passes.1.3", 0.0), "passes.1.3", "should be from 1e-06 to 1e+06"),
     "a step took almost no time": (_set(0, "passes.1.3", 5e-324), "passes.1.3", "should be from 1e-06 to 1e+06"),
     "a step took an age": (_set(0, "passes.1.3", 1e308), "passes.1.3", "should be from 1e-06 to 1e+06"),
     "a step took for ever": (_set(0, "passes.1.3", float("inf")), "the line", "holds Infinity, which is no number"),
@@ -121,6 +121,12 @@ READINGS = {
         "pass_memory.0.host_locked_bytes",
         "above host_peak_bytes",
     ),
+    "a failure of which no pass failed": (
+        _all(*(_set(7, key, value) for key, value in (("passes", [[1.0] * 5] * 3), ("losses", [[1.0] * 7] * 3)))),
+        "passes",
+        "has 3 passes with the status 'unsupported'",
+    ),
+    "a figure of no family": (_set(0, "family", None), "family", "which family the model is of"),
     "an unknown status": (_set(0, "status", "fine"), "status", 'is "fine"'),
     "a failure without its reason": (_set(7, "reason", None), "reason", "should say why"),
     "a failure with a blank reason": (_set(7, "reason", "  "), "reason", "should say why"),
@@ -143,23 +149,36 @@ SETTINGS = {
     "a cell of another method": (_set(2, "cell", "qwen2.5-32b/poros-bs4"), "cell", "but method is resident"),
     "a cell of another block size": (_set(1, "cell", "qwen2.5-32b/poros-bs2"), "cell", "but block_size is 4"),
     "a cell of another window": (_set(1, "cell", "qwen2.5-32b/poros-bs4-s3"), "cell", "but slots is None"),
+    "a parity cell that is none": (
+        _set(12, "cell", "qwen2.5-32b/best"),
+        "cell",
+        "reads like qwen2.5-32b/parity-strict",
+    ),
     "a parity cell of another path": (_set(12, "cell", "qwen2.5-32b/parity-math-x"), "cell", "but path is strict"),
     "a rate that teaches nothing": (_set(0, "learning_rate", 0.0), "learning_rate", "greater than 0"),
     "no alpha": (_set(0, "lora.alpha", 0), "lora.alpha", "greater than 0"),
     "no rank": (_set(0, "lora.rank", 0), "lora.rank", "greater than or equal to 1"),
+    "nothing gets an adapter": (_set(0, "lora.targets", []), "lora.targets", "should name what gets an adapter"),
     "everything dropped": (_set(0, "lora.dropout", 1.0), "lora.dropout", "less than 1"),
     "clipped below nothing": (_set(0, "max_grad_norm", -1.0), "max_grad_norm", "greater than or equal to 0"),
     "an unknown dtype": (_set(0, "dtype", "float8"), "dtype", "should be 'bfloat16'"),
     "an unknown optimizer": (_set(0, "optimizer", "sgd"), "optimizer", "should be 'adamw'"),
     "an unknown quantization": (_set(0, "quantization", "int2"), "quantization", 'is "int2"'),
     "a hash that is none": (_set(0, "dataset.sha256", "best"), "dataset.sha256", "64 hexadecimal digits"),
+    "a figure of unknown data": (_set(0, "dataset.sha256", None), "dataset.sha256", "which tokens it rests on"),
     "synthetic data from a file": (_set(0, "dataset.path", "train.jsonl"), "dataset.path", "the data are synthetic"),
     "a commit that is none": (_set(0, "poros_commit", "main"), "poros_commit", "should be hexadecimal"),
     "a version of two lines": (_set(0, "versions.python", "3\n12"), "versions", "no control characters"),
     "no versions": (_set(0, "versions", {}), "versions", "should name torch"),
+    "a figure of no device": (_set(0, "device", None), "device", "where it was computed"),
     "a card without a name": (_set(0, "gpu", None), "gpu", "a row measured on a card names it"),
     "a card without a size": (_set(0, "gpu_memory_bytes", None), "gpu_memory_bytes", "names it"),
     "a card of a CPU": (_set(0, "device", "cpu"), "gpu", "but the device is the CPU"),
+    "memory of a card of a CPU": (
+        _set(0, "device", "cpu"),
+        "pass_memory.0.reserved_bytes",
+        "but the device is the CPU",
+    ),
     "a driver of a CPU": (
         _all(_set(0, "device", "cpu"), _set(0, "gpu", None), _set(0, "gpu_memory_bytes", None)),
         "driver",
@@ -210,10 +229,31 @@ PARITY = {
         "is INCONCLUSIVE, but every surface is equal",
     ),
     "a pass that compared nothing": (_set(12, "num_gradients", 0), "num_gradients", "proves nothing"),
+    "a failure in which all is equal": (
+        _set(
+            14,
+            "surfaces.streamed",
+            dict.fromkeys(("loss", "gradients", "grad_norm", "adapters", "optimizer", "rng"), True),
+        ),
+        "verdict",
+        "is FAIL, but every surface",
+    ),
     "a difference in a pass": (_set(12, "max_abs_difference", 1e-9), "max_abs_difference", "with the verdict PASS"),
     "a distance below nothing": (_set(14, "max_abs_difference", -1.0), "max_abs_difference", "at least 0"),
     "parity of another method": (_set(12, "method", "resident"), "method", "is checked for poros"),
     "parity where nothing repeats": (_set(12, "path", "fast"), "path", "is not reproducible"),
+    "a place where a pass differs": (
+        _set(12, "first_difference", {"step": 0, "surface": "loss"}),
+        "first_difference",
+        "is given, but the verdict is PASS",
+    ),
+    "a failure nowhere": (_set(14, "first_difference", None), "first_difference", "is null, but the verdict is FAIL"),
+    "a difference of no bit": (
+        _set(14, "first_difference.found_bits", "0x3f000000"),
+        "first_difference.found_bits",
+        "which are the expected bits",
+    ),
+    "a reason of a pass": (_set(12, "reason", "lucky"), "reason", "with the verdict PASS"),
     "a difference after the end": (_set(14, "first_difference.step", 9), "first_difference.step", "from 0 to 3"),
     "a difference of nothing": (_set(14, "first_difference.surface", "soul"), "first_difference.surface", "there are"),
     "a difference of what is equal": (
@@ -222,6 +262,7 @@ PARITY = {
         "equal at every step",
     ),
     "a loss of no step": (_set(12, "losses", lambda losses: [*losses, 1.0]), "losses", "has 5 entries; steps is 4"),
+    "a check that warms up": (_set(12, "warmup_steps", 1), "warmup_steps", "a parity check has 0"),
     "a control longer than the run": (_set(12, "control_steps", 5), "control_steps", "of 4 steps"),
     "a failure without a reason": (_set(14, "reason", " "), "reason", "should say why"),
 }
@@ -269,9 +310,17 @@ def test_a_method_with_its_own_packages_has_its_own_versions(tmp_path):
     assert verify_file(tmp_path / "rows.jsonl") == []
 
 
-def test_what_diverged_is_kept_out_and_says_so(tmp_path):
-    row = failed_row("resident", "diverged", "the loss is nan at step 3")
-    write_rows(tmp_path / "rows.jsonl", [row, parity_row("INCONCLUSIVE")])
+def test_what_came_to_no_result_is_verified_too(tmp_path):
+    inconclusive = {"surfaces": parity_row().surfaces, "first_difference": None}
+    rows = [
+        failed_row("resident", "diverged", "the loss is nan at step 3"),
+        parity_row("INCONCLUSIVE"),
+        parity_row("INCONCLUSIVE", path="math", reason="vacuous: no gradients", num_gradients=0, **inconclusive),
+        parity_row(
+            "INCONCLUSIVE", model="qwen2.5-72b", reason="the loss is nan at step 3", losses=[12.9] * 3, **inconclusive
+        ),
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
     assert verify_file(tmp_path / "rows.jsonl") == []
 
 
