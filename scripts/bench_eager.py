@@ -11,6 +11,7 @@ FOLDER holds the archived poros-train package; without it that method is left ou
 
 import argparse
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import torch  # noqa: E402  # after the settings that it reads
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from torch import nn  # noqa: E402
 
-from poros.evidence import provenance as rows  # noqa: E402
+from poros.evidence import provenance  # noqa: E402
 
 LORA = {"rank": 16, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
 WARMUP_STEPS = 3
@@ -133,8 +134,8 @@ def measure(method: str, shape: str, steps: int, seq_len: int, original: str | N
         "s_per_step": counted[len(counted) // 2],
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "process_bytes": rows.process_bytes_on_card(),
-        "host_peak_bytes": rows.host_peak_bytes(),
+        "process_bytes": provenance.process_bytes_on_card(),
+        "host_peak_bytes": provenance.host_peak_bytes(),
         "losses": losses,
     }
     if method.startswith("poros-"):
@@ -165,7 +166,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.method != "all":
         row = measure(options.method, options.shape, options.steps, options.seq_len, options.original)
-        rows.write_row(options.rows, **row)
+        with Path(options.rows).open("a") as file:
+            file.write(json.dumps(row | provenance.provenance(), allow_nan=False) + "\n")
         print(
             f"{options.method:10} {row['s_per_step']:.3f} s/step, allocated {row['allocated_bytes'] / 2**30:.2f} GiB, "
             f"reserved {row['reserved_bytes'] / 2**30:.2f} GiB, process {(row['process_bytes'] or 0) / 2**30:.2f} GiB",
@@ -173,7 +175,7 @@ def main() -> None:
         )
         return
     methods = ["resident", *(["original"] if options.original else []), "poros-4", "poros-1"]
-    environment = os.environ | {"POROS_RUN_ID": rows.RUN_ID}
+    environment = os.environ | {"POROS_RUN_ID": provenance.RUN_ID}
     for method in methods:
         command = [sys.executable, __file__, method, *sys.argv[2:]]
         result = subprocess.run(command, env=environment, check=False)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from scripts import validation_tables
 
-from poros.cli.rows import add_row
 from poros.errors import ConfigError
 from poros.evidence import parity, twins
-from poros.evidence.artifact import read_rows
+from poros.evidence.artifact import append_row, read_rows
 from poros.evidence.parity import ParityResult, ParitySettings, build_twins, check
 from poros.evidence.verify import verify_file
 from poros.residency.attachment import attachment_of
@@ -303,14 +302,14 @@ def test_the_row_has_the_name_that_a_spec_gives_the_model_and_a_line_of_its_own(
 def test_a_verdict_is_told_and_kept_though_its_file_cannot_be_written(llama, tmp_path, monkeypatch):
     command = sys.modules["poros.cli.parity"]  # the package's attribute of that name is the function
     monkeypatch.setattr(command, "spare_file", lambda: tmp_path / "spare.jsonl")
-    writable = add_row
+    writable = append_row
 
     def full(path, row):
         if path.name == "rows.jsonl":
             raise OSError(28, "No space left on device")
         writable(path, row)
 
-    monkeypatch.setattr(command, "add_row", full)
+    monkeypatch.setattr("poros.evidence.artifact.append_row", full)
     paths = ["--path", "strict", "--path", "math", "--rows", tmp_path / "rows.jsonl"]
     ended = tiny_run.poros("parity", llama, *QUICK_OPTIONS, *paths)
     assert ended.exit_code == 2

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from poros.evidence.engines import replay
+from poros.evidence.engines import bare_layers
 from poros.evidence.engines.base import CellRequest, Lora
 from poros.evidence.engines.qlora import build_resident
 from poros.evidence.engines.recorder import Recorder
@@ -68,17 +68,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             """A graph keeps the addresses that it was captured with; here they are bound anew."""
             layer = layers._attachment.layers[0]
             layer.bind(layers._attachment.views(index, layer), layers._attachment.window)
-            parameters = replay._trainable(layer.module)
-            replay._bind(parameters, slot.adapters)
-            replay._bind([parameter.grad for parameter in parameters], slot.gradients)
+            parameters = bare_layers._trainable(layer.module)
+            bare_layers._bind(parameters, slot.adapters)
+            bare_layers._bind([parameter.grad for parameter in parameters], slot.gradients)
             body()
 
         slot.forward.replay = lambda: run(lambda: slot.output.copy_(layers._run_layer().detach()))
         slot.backward.replay = lambda: run(lambda: layers._run_backward(slot))
         return slot
 
-    captured = replay.ReplayedLayers._capture
-    monkeypatch.setattr(replay.ReplayedLayers, "_capture", capture)
+    captured = bare_layers.ReplayedLayers._capture
+    monkeypatch.setattr(bare_layers.ReplayedLayers, "_capture", capture)
     fakes: dict[str, Any] = {"CUDAGraph": _Graph, "Stream": Stream, "current_stream": Stream}
     fakes |= dict.fromkeys(("graph", "stream", "synchronize"), nothing)
     for name, fake in fakes.items():
@@ -92,11 +92,11 @@ def test_the_loop_gives_every_layer_the_gradients_of_a_plain_chain(
     num_slots: int, stand_ins: None, tmp_path: Path
 ) -> None:
     request = a_request(tmp_path, num_slots)
-    loop = replay.ReplayedLayers(request, Recorder(request))
+    loop = bare_layers.ReplayedLayers(request, Recorder(request))
     loop.adapters.data.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(5))
     chain = [layer for _, layer in find_decoder(build_resident(request, Recorder(request))).layers]
     for index, layer in enumerate(chain):
-        replay._bind(replay._trainable(layer), loop.adapters.data[index].clone())
+        bare_layers._bind(bare_layers._trainable(layer), loop.adapters.data[index].clone())
     start, incoming = loop._x.detach().clone(), loop._grad.clone()
     x = start.clone().requires_grad_()
     hidden = x
@@ -105,7 +105,7 @@ def test_the_loop_gives_every_layer_the_gradients_of_a_plain_chain(
         hidden = layer(hidden, **rest)
     hidden.backward(incoming)
     expected = [
-        torch.cat([p.grad.flatten() for p in replay._trainable(layer) if p.grad is not None]) for layer in chain
+        torch.cat([p.grad.flatten() for p in bare_layers._trainable(layer) if p.grad is not None]) for layer in chain
     ]
     for _ in range(3):  # the slots begin with what the last step left
         loop._x.data.copy_(start)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from poros.cli.rows import add_row, require_writable
+from poros.cli.rows import require_writable
 from poros.cli.screen import Debug
 from poros.cli.troubles import no_verdict
 from poros.errors import PorosError
@@ -40,6 +40,7 @@ def run(
 
     One pass has no spread: it shows that a spec works and roughly what to expect. "bench matrix" measures.
     """
+    from poros.evidence.artifact import append_row
     from poros.evidence.matrix import ROWS, run_matrix
     from poros.evidence.spec import load_spec
 
@@ -54,7 +55,7 @@ def run(
             raise
         try:
             for row in rows:
-                add_row(rows_file, row)
+                append_row(rows_file, row)
         except OSError as error:
             raise PorosError(
                 f"{rows_file} could not be written: {error.strerror}. All rows are in {folder / ROWS}."

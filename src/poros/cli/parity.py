@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from poros.cli.rows import add_row, require_writable, spare_file
+from poros.cli.rows import require_writable, spare_file
 from poros.cli.screen import Debug
 from poros.cli.troubles import no_verdict
 from poros.errors import PorosError
@@ -119,6 +119,7 @@ def _check_all(paths: list[str], settings: dict[str, Any], rows: Path | None) ->
     """Check one path after the other, with the same models; returns the exit status of the worst verdict."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional parts when it is imported
     from poros.evidence import parity as evidence
+    from poros.evidence.artifact import WORST_FIRST
 
     checks = [evidence.ParitySettings(path=path, **settings) for path in paths]
     results = []
@@ -135,18 +136,20 @@ def _check_all(paths: list[str], settings: dict[str, Any], rows: Path | None) ->
                 spare = _add_row(result, rows, spare)
     if spare is not None:
         raise PorosError(f"{rows} could not be written to the end. What is missing from it is in {spare}.")
-    return min(results, key=lambda result: evidence.WORST_FIRST.index(result.verdict)).exit_status
+    return min(results, key=lambda result: WORST_FIRST.index(result.verdict)).exit_status
 
 
 def _add_row(result: "ParityResult", rows: Path, spare: Path | None) -> Path | None:
     """Add the result to its file, or to a spare one if that fails, which is returned then."""
+    from poros.evidence.artifact import append_row
+
     if spare is None:
         try:
-            add_row(rows, result.row())
+            append_row(rows, result.row())
             return None
         except OSError:
             spare = spare_file()
-    add_row(spare, result.row())
+    append_row(spare, result.row())
     return spare
 
 

@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from poros.errors import ResultError
 from poros.evidence.engines.base import Status
+from poros.evidence.files import replace_file
 from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.evidence.lines import LineError, numbered_lines, parse_line, printable
 
+WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")  # of verdicts
 OF_THE_CARD = ("gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes")
 PLACE = ("host", *OF_THE_CARD, "poros_commit")  # what rows that stand side by side have in common
 _MAX_PROBLEMS = 8  # an error message has to fit one screen
@@ -302,23 +304,18 @@ def read_rows(*paths: str | Path) -> list[Row]:
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write a file of rows at once: a reader finds the old file or the new one, never a part."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row.model_dump()) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a file of rows at once."""
+    replace_file(Path(path), "".join(json.dumps(row.model_dump()) + "\n" for row in rows).encode())
 
 
 def append_row(path: str | Path, row: Row) -> None:
-    """Add one row at the end of a file of rows, which is made if there is none."""
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row.model_dump()) + "\n")
+    """Add one row at the end of a file of rows, on a line of its own whatever the file ends with."""
+    with Path(path).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write((json.dumps(row.model_dump()) + "\n").encode())
 
 
 def json_schema() -> dict[str, Any]:

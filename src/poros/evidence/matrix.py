@@ -11,7 +11,6 @@ Layout of the output folder:
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +21,8 @@ from uuid import uuid4
 
 from poros.errors import ConfigError, ResultError
 from poros.evidence.artifact import ParityRow, SpeedRow, read_rows, write_rows
-from poros.evidence.engines.base import CellRequest, dataset_of
+from poros.evidence.engines.base import SIZES, CellRequest, dataset_of
+from poros.evidence.files import replace_file
 from poros.evidence.preflight import fingerprints, require_runnable
 from poros.evidence.process import run_request
 from poros.evidence.records import Record, expected_here, read_json, read_record, require_same_place, write_json
@@ -32,6 +32,11 @@ from poros.units import format_bytes
 ROWS = "rows.jsonl"
 _SPEC = "spec.yaml"
 _RUN = "run.json"
+# What a row has in common with the requests of its passes, under the same names.
+_SAID_BY_THE_REQUEST = (
+    *("cell", "model", "weights", "method", "path", "attention", "quantization", "double_quant", "dtype", "seq_len"),
+    *("batch_size", "accumulation", "learning_rate", "max_grad_norm", "steps", "warmup_steps"),
+)
 
 Say = Callable[[str], None]
 
@@ -196,34 +201,15 @@ class _Run:
         last = self._failure(cell) or good[-1]
         facts = self._facts(cell, records)
         return SpeedRow.from_passes(
-            cell=cell.name,
-            model=request.model,
-            weights=request.weights,
-            family=facts.get("family"),
-            method=request.method,
+            **{name: getattr(request, name) for name in _SAID_BY_THE_REQUEST},
+            **{name: facts.get(name, getattr(request, name)) for name in SIZES},
+            **{name: facts.get(name) for name in ("family", "device", "budget_bytes")},
             label=cell.method.shown,
             changes=cell.method.engine.changes,
             engine=cell.method.engine.launch,
-            path=request.path,
-            device=facts.get("device"),
-            attention=request.attention,
-            quantization=request.quantization,
-            double_quant=request.double_quant,
-            dtype=request.dtype,
-            seq_len=request.seq_len,
-            batch_size=request.batch_size,
-            accumulation=request.accumulation,
             lora=asdict(request.lora),
-            block_size=facts.get("block_size", request.block_size),
-            slots=facts.get("slots", request.slots),
-            resident_blocks=facts.get("resident_blocks", request.resident_blocks),
-            budget_bytes=facts.get("budget_bytes"),
             dataset=facts.get("dataset", dataset_of(request)),
-            learning_rate=request.learning_rate,
-            max_grad_norm=request.max_grad_norm,
             options=_options(cell.method, facts),
-            steps=request.steps,
-            warmup_steps=request.warmup_steps,
             num_passes=self.spec.passes,
             status=last["status"],
             reason=last["reason"],
@@ -313,7 +299,7 @@ def _settle(spec: BenchSpec, spec_file: Path, out: Path) -> str:
                 f"{out} holds passes, but its {_SPEC} or {_RUN} is gone: put it back, or give another folder"
             )
         run_id = os.environ.get("POROS_RUN_ID") or f"{spec.name}-{uuid4().hex[:8]}"
-        _copy(spec_file, out / _SPEC)
+        replace_file(out / _SPEC, spec_file.read_bytes())
         write_json(out / _RUN, {"run_id": run_id, "inputs": inputs})
         return run_id
     difference = first_difference(load_spec(out / _SPEC), spec)
@@ -331,11 +317,5 @@ def _settle(spec: BenchSpec, spec_file: Path, out: Path) -> str:
         raise ConfigError(
             f"{changed[0]} has changed since the run in {out} began: put back what it was, or start in a new folder"
         )
-    _copy(spec_file, out / _SPEC)  # what it may differ in is where things lie, and the time limit
+    replace_file(out / _SPEC, spec_file.read_bytes())  # what it may differ in is where things lie, and the time limit
     return str(run["run_id"])
-
-
-def _copy(source: Path, target: Path) -> None:
-    draft = target.with_name(f".{target.name}.tmp")
-    shutil.copyfile(source, draft)
-    draft.replace(target)

@@ -17,14 +17,14 @@ from poros.evidence import provenance
 from poros.evidence.artifact import OF_THE_CARD
 from poros.evidence.bits import Difference, Verdict
 from poros.evidence.lockstep import SURFACES, Lane, Step, copy_adapters, reproducible, step_together
-from poros.evidence.parity_result import WORST_FIRST, ParityResult, memory_fields, setting_fields, what_streamed
+from poros.evidence.parity_result import ParityResult, memory_fields, setting_fields, what_streamed
 from poros.evidence.text import random_ids, require_room, token_types
 from poros.evidence.twins import ParitySettings, Twins, build_twins, differing_weight, explained
 from poros.residency.discover import find_decoder
 from poros.train.encode import IGNORED
 from poros.train.loop import Batch
 
-__all__ = ["WORST_FIRST", "ParityResult", "ParitySettings", "Twins", "build_twins", "check"]
+__all__ = ["ParityResult", "ParitySettings", "Twins", "build_twins", "check"]
 
 
 def check(

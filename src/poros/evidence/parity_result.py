@@ -14,7 +14,6 @@ from poros.evidence.engines.base import describe
 from poros.evidence.twins import ParitySettings, Twins
 
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}  # 2 is for errors
-WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
 @dataclass

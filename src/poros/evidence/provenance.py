@@ -4,13 +4,13 @@ torch is imported only where there is a GPU to ask about: whoever plans a run re
 """
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,14 +20,6 @@ from uuid import uuid4
 RUN_ID = os.environ.get("POROS_RUN_ID") or uuid4().hex[:12]
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
-
-
-def write_row(path: str | Path, /, **row: Any) -> dict[str, Any]:
-    """Append ``row`` to the file at ``path``, completed by :func:`provenance`."""
-    row |= provenance()
-    with Path(path).open("a") as file:
-        file.write(json.dumps(row, allow_nan=False) + "\n")
-    return row
 
 
 def provenance(*packages: str) -> dict[str, Any]:
@@ -53,6 +45,11 @@ def _provenance(packages: Sequence[str], folder: str | None, commit: str | None)
         "versions": {"python": platform.python_version(), **{n: _version(n, folder) for n in (*_PACKAGES, *packages)}},
         "poros_commit": os.environ.get("POROS_COMMIT") or commit,
     }
+
+
+def unix_time(time_utc: str) -> float:
+    """The time that :func:`provenance` wrote; ValueError if it is none."""
+    return datetime.strptime(time_utc, TIME_FORMAT).replace(tzinfo=UTC).timestamp()
 
 
 def process_bytes_on_card() -> int | None:

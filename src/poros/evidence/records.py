@@ -7,22 +7,21 @@ A record is a JSON object: ``cell``, ``number`` of the pass, ``status``, ``reaso
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from poros.errors import ConfigError
+from poros.evidence.artifact import PLACE
 from poros.evidence.engines.base import Status, describe
+from poros.evidence.files import replace_file
 from poros.evidence.limits import MAX_RUN_S
-from poros.evidence.provenance import TIME_FORMAT, provenance_of_new_process
+from poros.evidence.provenance import provenance_of_new_process, unix_time
 
 Record = dict[str, Any]
 
 _THREADS = ("num_threads", "omp_num_threads", "usable_cores")
-# Of the place, what must be the same for all passes of a run.
-_SAME_IN_RUN = ("host", "gpu", "gpu_uuid", "driver", "link", "gpu_memory_bytes", "poros_commit")
 
 
 class _Readings(BaseModel):
@@ -44,15 +43,13 @@ class _Readings(BaseModel):
     @field_validator("provenance")
     @classmethod
     def _has_a_time(cls, value: dict[str, Any]) -> dict[str, Any]:
-        datetime.strptime(str(value.get("time_utc")), TIME_FORMAT)
+        unix_time(str(value.get("time_utc")))
         return value
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file at once: a reader finds the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False))
-    temporary.replace(path)
+    """Write a JSON file at once."""
+    replace_file(path, json.dumps(content, indent=1, allow_nan=False).encode())
 
 
 def read_json(path: Path, way_out: str) -> Any:
@@ -132,7 +129,7 @@ def require_same_place(record: Record, others: Iterable[Record], own_packages: M
 def _differences(
     one: Record, other: Record, own_packages: Mapping[str, bool]
 ) -> Iterator[tuple[str, Any, Any]]:  # key, value of one, value of the other
-    for key in _SAME_IN_RUN:
+    for key in PLACE:
         yield from _unequal(key, one["provenance"].get(key), other["provenance"].get(key))
     both = [record["facts"] for record in (one, other)]
     for key in _THREADS:
@@ -150,7 +147,7 @@ def _differences(
 
 
 def _taken_at(record: Record) -> float:
-    return datetime.strptime(record["provenance"]["time_utc"], TIME_FORMAT).replace(tzinfo=UTC).timestamp()
+    return unix_time(record["provenance"]["time_utc"])
 
 
 def _model(record: Record) -> str:

@@ -5,7 +5,6 @@ The docstring under each field is its only description; ``poros bench matrix --s
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -17,11 +16,10 @@ from pydantic_core import PydanticUndefined
 
 from poros.config import RunConfig
 from poros.config_file import read_settings
-from poros.evidence.engines.base import METHODS, Engine, Lora, describe, label_fault
+from poros.evidence.engines.base import METHODS, SIZES, Engine, Lora, describe, label_fault, slug
 from poros.evidence.limits import MAX_BATCH, MAX_LAYERS, MAX_RANK, MAX_SEED, MAX_SEQ_LEN, MAX_STEPS
 from poros.model.shapes import shape_names
 
-_SIZES = ("block_size", "slots", "resident_blocks")
 _NOT_COMPARED = ("environments", "cache", "time_limit_s")  # no figure depends on them
 _MAX_FILE_NAME = 120  # file systems take 255 bytes, endings included
 
@@ -108,12 +106,12 @@ class MethodSpec(_Group):
             engine = self.engine
         except (ImportError, AttributeError) as error:
             raise ValueError(f"module {self.module!r} is not an engine: {error}") from None
-        for name in _SIZES:
+        for name in SIZES:
             if getattr(self, name) is not None and name not in engine.settings:
                 takers = [method for method in METHODS if name in describe(method).settings]
                 raise ValueError(f"{self.method} has no {name}; {', '.join(takers)} have one")
         if self.label is not None:
-            fault = label_fault(self.label, self.method, {name: getattr(self, name) for name in _SIZES})
+            fault = label_fault(self.label, self.method, {name: getattr(self, name) for name in SIZES})
             if fault is not None:
                 raise ValueError(f"label {fault}")
         return self
@@ -137,12 +135,12 @@ class MethodSpec(_Group):
     def key(self) -> str:
         """The method's part of a cell's name."""
         if self.label is not None:
-            return _slug(self.label) or self.method
+            return slug(self.label) or self.method
         parts = [self.method]
         parts += [f"bs{self.block_size}"] if self.block_size is not None else []
         parts += [f"s{self.slots}"] if self.slots is not None else []
         parts += [f"r{self.resident_blocks}"] if self.resident_blocks is not None else []
-        parts += [_slug(f"{name}-{value}") for name, value in self.options.items()]
+        parts += [slug(f"{name}-{value}") for name, value in self.options.items()]
         return "-".join(parts)
 
 
@@ -295,7 +293,7 @@ def cell_name(model: ModelSpec, method: MethodSpec) -> str:
 
 def file_name(cell: str) -> str:
     """``cell`` as a part of a file's name: not hidden, and not too long."""
-    name = _slug(cell.replace("/", "__")).lstrip(".-")
+    name = slug(cell.replace("/", "__")).lstrip(".-")
     if len(name) <= _MAX_FILE_NAME:
         return name
     return f"{name[:_MAX_FILE_NAME]}-{sha256(cell.encode()).hexdigest()[:8]}"
@@ -336,7 +334,3 @@ def _first_difference(left: Any, right: Any, path: str) -> str | None:
         inner = (_first_difference(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(left, right, strict=True)))
         return next((found for found in inner if found is not None), None)
     return None if left == right else f"{path} is {right!r}, and was {left!r}"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from poros.evidence.artifact import PLACE, Memory, ParityRow, Row, SpeedRow, pass_median
+from poros.evidence.artifact import PLACE, WORST_FIRST, Memory, ParityRow, Row, SpeedRow, pass_median
 from poros.evidence.wording import STATUS_TEXT, seconds_text, settings_parts, settings_text, usual_settings
 
 BASELINES = ("resident", "poros-train", "unsloth", "stream-loop")
 _RESERVING = ("resident", "poros-train", "unsloth")  # those whose memory a cut is measured against
 _WITH_PARITY = ("poros", "poros-trainer")
-_WORST_FIRST = ("FAIL", "INCONCLUSIVE", "PASS")
 _FASTEST = "fastest Poros row"
 _OF_THE_FASTEST = ("s_per_step", *(f"of_{name}" for name in BASELINES), "reserved_bytes")
 
@@ -151,7 +150,7 @@ def _parity_cell(rows: Iterable[tuple[int, ParityRow]], block_size: int | None =
         known = found.setdefault(row.verdict, [])
         if with_what not in known:
             known.append(with_what)
-    verdicts = [verdict for verdict in _WORST_FIRST if verdict in found]
+    verdicts = [verdict for verdict in WORST_FIRST if verdict in found]
     text = ", ".join(f"{verdict} ({'; '.join(found[verdict])})" for verdict in verdicts)
     return Cell(text, row=first[verdicts[0]] if verdicts else None)
 

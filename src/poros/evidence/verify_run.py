@@ -8,7 +8,7 @@ from typing import Any
 from poros.evidence.artifact import PLACE, Row, SpeedRow
 from poros.evidence.engines.base import METHODS, describe
 from poros.evidence.limits import MAX_RUN_S
-from poros.evidence.verify_settings import taken_at
+from poros.evidence.provenance import unix_time
 
 # What rows of one run_id share besides their place. Those of speed stand side by side, so they share settings too.
 _PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -70,7 +70,7 @@ def _times(rows: Sequence[Placed]) -> RunProblems:
     times: list[tuple[float, Placed]] = []
     for one in rows:
         try:
-            times.append((taken_at(one.row), one))
+            times.append((unix_time(one.row.time_utc), one))
         except ValueError:
             continue  # refused by itself
     times.sort(key=lambda pair: pair[0])

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from poros.evidence.artifact import OF_THE_CARD, Row, SpeedRow
-from poros.evidence.engines.base import METHODS, Engine, describe, label_fault
-from poros.evidence.provenance import TIME_FORMAT
+from poros.evidence.engines.base import METHODS, SIZES, Engine, describe, label_fault, slug
+from poros.evidence.provenance import unix_time
 from poros.model.shapes import read_shape, shape_names
 
 Found = Iterator[tuple[str, str]]  # a key, and what is wrong with its value
@@ -22,7 +22,6 @@ _NAMES = (
     *("run_id", "cell", "model", "family", "method", "label", "attention"),
     *("host", "gpu", "gpu_uuid", "driver", "link", "time_utc", "poros_commit"),
 )
-_SIZES = ("block_size", "slots", "resident_blocks")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ADDED_OPTIONS = ("module", "num_threads")  # which no spec gives, so that no cell is named for them
@@ -105,7 +104,7 @@ def _provenance(row: Row) -> Found:
     if not row.versions.get("torch"):
         yield "versions", f"is {row.versions}; it should name torch at least"
     try:
-        taken = taken_at(row)
+        taken = unix_time(row.time_utc)
     except ValueError:
         yield "time_utc", f"is {row.time_utc!r}; it should read like 2026-01-31T12:00:00Z"
         return
@@ -115,14 +114,9 @@ def _provenance(row: Row) -> Found:
         yield "time_utc", f"is {row.time_utc}, before there were such rows"
 
 
-def taken_at(row: Row) -> float:
-    """Unix time of a row; ValueError if it gives none."""
-    return datetime.strptime(row.time_utc, TIME_FORMAT).replace(tzinfo=UTC).timestamp()
-
-
 def _label(row: Row) -> Found:
     """What tables call the row must not be what they call another."""
-    fault = label_fault(row.label, row.method, {name: getattr(row, name) for name in _SIZES})
+    fault = label_fault(row.label, row.method, {name: getattr(row, name) for name in SIZES})
     if fault is not None:
         yield "label", fault
 
@@ -147,7 +141,7 @@ def _cell(row: Row) -> Found:
 
 def _options_in_cell(options: dict[str, Any]) -> str:
     parts = (f"{name}-{value}" for name, value in options.items() if name not in _ADDED_OPTIONS)
-    return "".join("-" + re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-") for part in parts)
+    return "".join("-" + slug(part) for part in parts)
 
 
 def _engine(row: Row, engine: Engine) -> Found:
@@ -156,7 +150,7 @@ def _engine(row: Row, engine: Engine) -> Found:
         yield "changes", f"is {row.changes}; {row.method} changes {[*engine.changes]}"
     if row.engine != engine.launch:
         yield "engine", f"is {shown(row.engine)}; that of {row.method} is {shown(engine.launch)}"
-    for key in _SIZES:
+    for key in SIZES:
         if getattr(row, key) and key not in engine.settings:
             yield key, f"is {getattr(row, key)}; {row.method} has none"
     if engine.dropout is not None and row.lora.dropout != engine.dropout:

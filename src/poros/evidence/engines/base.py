@@ -31,6 +31,8 @@ METHODS: dict[str, str] = {
     "stream-loop": f"{_ROOM}.stream_loop",
 }
 
+SIZES = ("block_size", "slots", "resident_blocks")  # of the window; which of them a method takes, its engine says
+
 Status = Literal["ok", "out_of_memory", "missing_package", "unsupported", "timeout", "diverged", "crashed"]
 
 
@@ -45,7 +47,7 @@ class Engine:
         packages: Whose versions its rows name besides the usual ones.
         environment: Variables that its process is started with.
         dropout: The only dropout of the adapters that it takes; None for any.
-        settings: Which of ``block_size``, ``slots`` and ``resident_blocks`` it takes.
+        settings: Which of :data:`SIZES` it takes.
         launch: How its kernels are launched, for methods whose weights stream.
         folder: Whether it needs a folder of packages of its own, first on its process's path.
     """
@@ -154,11 +156,16 @@ def describe(method: str, module: str | None = None) -> Engine:
     return engine
 
 
+def slug(text: str) -> str:
+    """``text`` as a part of a cell's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
+
+
 def label_fault(label: str, method: str, sizes: dict[str, int | None]) -> str | None:
     """What is wrong with a name in tables for a row of ``method``; None if nothing is.
 
     Args:
-        sizes: the row's ``block_size``, ``slots`` and ``resident_blocks``.
+        sizes: the row's :data:`SIZES`.
     """
     if not label.isascii() or not label.isprintable() or label != label.strip() or not label:
         return f"is {label!r}; it should be printable ASCII without blanks around it"

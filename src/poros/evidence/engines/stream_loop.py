@@ -87,7 +87,7 @@ def run(request: CellRequest, recorder: Any) -> None:
     from torch import nn
 
     from poros.errors import UnsupportedModelError
-    from poros.evidence.engines.replay import ReplayedLayers
+    from poros.evidence.engines.bare_layers import ReplayedLayers
 
     if recorder.device.type != "cuda":
         raise UnsupportedModelError("stream-loop replays CUDA graphs, and needs a CUDA device")
