@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.residency import replay
@@ -21,18 +22,35 @@ from tests import oracle, tiny
 NUM_LAYERS = 5
 
 
+class Operations(TorchDispatchMode):
+    """Notes what is done to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
 class Again:
-    """Does recorded work again."""
+    """Does recorded work again. A graph does all that was done while it was recorded, so this must do no less."""
 
     num_replays = 0
 
     def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        self._work, self._results = work, work()
+        with Operations() as recorded:
+            self._results = work()
+        self._work, self._names = work, recorded.names
         return self._results
 
     def replay(self) -> None:
         Again.num_replays += 1
-        for result, new in zip(self._results, self._work(), strict=True):
+        with Operations() as done:
+            results = self._work()
+        assert done.names == self._names
+        for result, new in zip(self._results, results, strict=True):
             result.copy_(new)
 
 

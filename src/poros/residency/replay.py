@@ -216,6 +216,9 @@ class Program:
                 self.load(call, tensors)
                 forward, backward = new_recording(), new_recording()
                 outputs = forward.record(lambda: self._run_forward(call, slot))
+                if not self._incoming:  # made here, as a recording would take down that they are zeroed
+                    learning = [output for output, learns in zip(outputs, self.differentiable, strict=True) if learns]
+                    self._incoming = [torch.zeros_like(output) for output in learning]
                 grads = backward.record(lambda: self._run_backward(call, slot))
             finally:
                 random.restore(call.residency.device)
@@ -285,8 +288,6 @@ class Program:
             with self._as_recorded(call), call.stand_ins(self._parameters) as stand_ins:
                 outputs = call.compute(leaves)
             roots = [output for output in outputs if output.requires_grad]
-            if not self._incoming:
-                self._incoming = [torch.zeros_like(root.data) for root in roots]
             needed = [leaf for leaf, needs in zip(leaves, self._needs_grad, strict=True) if needs]
             known = {id(leaf) for leaf in (*needed, *stand_ins)}
             if any(id(leaf) not in known for leaf in graph_leaves(outputs)):
