@@ -14,8 +14,7 @@ import poros
 from poros.residency.attach import attachment_of
 from poros.residency.replay import Replays
 from poros.residency.transfer import Recorder, Transfer
-from tests import oracle, skips, tiny
-from tests.test_gpu_window import run_aside
+from tests import oracle, skips, test_gpu_window, tiny
 
 pytestmark = [pytest.mark.gpu, skips.needs_cuda]
 
@@ -83,6 +82,42 @@ def test_a_layer_that_waits_for_the_device_runs_eagerly_and_is_named() -> None:
     assert replays.eager
 
 
+@pytest.mark.parametrize("slow", ["copy", "mark"])
+def test_recordings_and_replays_wait_for_what_still_runs(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = tiny.batches("llama", 4, device=CUDA)
+
+    def make() -> nn.Module:
+        return tiny.build("llama", dtype=torch.bfloat16, dropout=0.1, num_layers=8, device=CUDA)
+
+    reference = oracle.run(make(), batches)
+    model = replayed(make(), block_size=1, slots=3, poison=True)
+    test_gpu_window.delay(monkeypatch, slow)
+    assert oracle.compare(reference, oracle.run(model, batches)) is None
+    assert attachment_of(model).replays.num_programs == 2  # type: ignore[union-attr]
+
+
+def test_random_numbers_and_memory_survive_a_recording_that_breaks_off() -> None:
+    recorder = Recorder(CUDA)
+    reserved = []
+    for _ in range(3):
+        state = torch.cuda.get_rng_state()
+        expected = torch.randn(1000, device=CUDA)
+        torch.cuda.set_rng_state(state)
+        with pytest.raises(RuntimeError):
+            recorder().record(lambda: [torch.randn(2**22, device=CUDA).sum().item()])  # type: ignore[list-item]
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.randn(1000, device=CUDA), expected)
+        good = recorder()
+        (result,) = good.record(lambda: [torch.ones(1000, device=CUDA) * 2])
+        good.replay()
+        assert result.sum() == 2000
+        del good, result
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[0] == reserved[2], reserved
+
+
 def test_replaying_keeps_memory_flat() -> None:
     model = replayed(tiny.build("llama", dtype=torch.bfloat16, dropout=0.1, device=CUDA), block_size=1)
     optimizer = oracle.adamw([p for p in model.parameters() if p.requires_grad])
@@ -102,4 +137,4 @@ def test_a_users_own_stream_is_followed() -> None:
         return tiny.build("llama", dtype=torch.bfloat16, dropout=0.1, device=CUDA)
 
     reference = oracle.run(make(), batches)
-    assert oracle.compare(reference, run_aside(replayed(make()), batches)) is None
+    assert oracle.compare(reference, test_gpu_window.run_aside(replayed(make()), batches)) is None

@@ -17,7 +17,9 @@ _CACHE_IN_TRAINING = (
 )
 
 
-def with_private_caches(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def with_private_caches(
+    layer: StreamedLayer, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
     """Put a copy in the place of an empty key-value cache, for a forward with gradients.
 
     transformers makes a cache in training too, unless told otherwise, and a layer with a cache may run other kernels
@@ -31,6 +33,8 @@ def with_private_caches(layer: StreamedLayer, args: tuple[Any, ...], kwargs: dic
         if value.get_seq_length() > 0 or any(_holds_tensors(part) for part in value.layers):
             raise ResidencyError(_CACHE_IN_TRAINING)
         private = fresh_cache(value, layer.index)
+        if layer.index < len(private.layers):
+            _move_scalars(private.layers[layer.index], device)
         value.__dict__.setdefault(_LEFT_EMPTY, set()).add(layer.name)
         return private
 
@@ -44,6 +48,13 @@ def fresh_cache(value: Any, index: int) -> Any:
     fresh = copy(value)
     fresh.layers = [deepcopy(part) if place == index else part for place, part in enumerate(value.layers)]
     return fresh
+
+
+def _move_scalars(part: Any, device: torch.device) -> None:
+    """Put numbers that a part of a cache holds as tensors on ``device`` already: a recording cannot fetch them."""
+    for name, held in vars(part).items():
+        if isinstance(held, torch.Tensor) and held.ndim == 0 and held.device.type == "cpu" != device.type:
+            setattr(part, name, torch.full((), held.item(), dtype=held.dtype, device=device))
 
 
 def _holds_tensors(part: Any) -> bool:

@@ -98,12 +98,12 @@ class Replays:
             if not self._is_met_again(key, call.layer) or not call.layer.checked:
                 return None
             program = Program(call, key)
-        place = self._place(program, call, slot, call.tensors)
-        if place is None:
-            return None
-        self._remember(program)
-        call.result, call.program = program.result, program
         with self._in_turn():
+            place = self._place(program, call, slot, call.tensors)
+            if place is None:
+                return None
+            self._remember(program)
+            call.result, call.program = program.result, program
             program.load(call, call.tensors)
             place.forward.replay()
             return [output.clone() for output in place.outputs], program.differentiable
@@ -115,10 +115,10 @@ class Replays:
         program = call.program
         if program is None or not program.takes(grads) or not call.layer.is_as_packed():
             return None
-        place = self._place(program, call, slot, tensors)
-        if place is None:
-            return None
         with self._in_turn():
+            place = self._place(program, call, slot, tensors)
+            if place is None:
+                return None
             program.load(call, tensors)
             program.load_incoming(grads)
             with call.snapshot.random_restored():
@@ -137,8 +137,10 @@ class Replays:
         if lane != self._lane:
             self._transfer.wait(self._mark)
             self._lane = lane
-        yield
-        self._mark = self._transfer.mark()
+        try:
+            yield
+        finally:
+            self._mark = self._transfer.mark()
 
     def _is_met_again(self, key: Any, layer: StreamedLayer) -> bool:
         """See [Note: when to record]."""

@@ -81,6 +81,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -88,9 +89,20 @@ class Recorder:
         """A new, empty recording."""
         return GraphRecording(self)
 
-    def leave_pool(self) -> None:
-        """Take another pool from now on: to one in which a recording broke off, the allocator lets no other."""
+    def recover(self) -> None:
+        """Make up for what torch leaves undone when a recording could not be ended.
+
+        The allocator goes on putting what is allocated on the stream into the pool, and every random number is refused
+        as if the recording still ran. The first is ended here; the second ends with any recording that is ended.
+        """
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            torch._C._cuda_releasePool(self.device.index, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        torch.zeros(1, device=self.device)
+        graph.capture_end()
 
 
 class GraphRecording:
@@ -103,21 +115,38 @@ class GraphRecording:
     def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Take down ``work`` without running it; the tensors that it returns hold its results after each replay.
 
+        Hazards handled:
+            - A recording begins by writing to where replays find the state of the random generator. Those that are
+              still to run come first, and those that follow come after.
+            - It may break off; see :meth:`Recorder.recover`.
+
         Raises:
             RuntimeError: it does something that cannot be recorded, such as waiting for the device.
         """
-        with torch.cuda.stream(self._recorder.stream):
-            # Other threads may go on allocating and copying meanwhile.
-            self._graph.capture_begin(self._recorder.pool, capture_error_mode="thread_local")
-            try:
-                results = work()
-            except BaseException:
-                with suppress(RuntimeError):  # what went wrong has ended the capture
-                    self._graph.capture_end()
-                self._recorder.leave_pool()
-                raise
-            self._graph.capture_end()
+        recorder = self._recorder
+        present = torch.cuda.current_stream(recorder.device)
+        recorder.stream.wait_stream(present)
+        try:
+            with torch.cuda.stream(recorder.stream):
+                # Other threads may go on allocating and copying meanwhile.
+                self._graph.capture_begin(recorder.pool, capture_error_mode="thread_local")
+                try:
+                    results = work()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        self._end()
+                    raise
+                self._end()
+        finally:
+            present.wait_stream(recorder.stream)
         return results
+
+    def _end(self) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            self._recorder.recover()
+            raise
 
     def replay(self) -> None:
         """Run the work in the current stream."""

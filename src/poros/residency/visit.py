@@ -29,7 +29,7 @@ def _streamed_forward(residency: Residency, layer: StreamedLayer, args: tuple[An
         with visiting(residency, layer, Phase.INFERENCE):
             return run_layer(layer, args, kwargs)
     seen = "hidden_states" in captured_outputs() or is_hooked(layer)
-    args, kwargs = with_private_caches(layer, args, kwargs)
+    args, kwargs = with_private_caches(layer, residency.device, args, kwargs)
     kind = SplitCall if residency.micro_batch_size is not None else Call
     call = kind(residency, layer, inventory, (args, kwargs), shared=seen)
     if not any(tensor.requires_grad for tensor in call.tensors):
