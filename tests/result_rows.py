@@ -3,7 +3,7 @@
 from typing import Any
 
 from poros.evidence.artifact import ParityRow, Row, SpeedRow
-from poros.evidence.engines.base import describe
+from poros.evidence.engines.base import Engine, describe
 
 GIB = 2**30
 PLACE = {
@@ -76,7 +76,7 @@ def speed_row(place: int, model: str = "qwen2.5-32b", scale: float = 1.0, **chan
         "method": method,
         "label": label,
         "changes": engine.changes,
-        "engine": engine.launch,
+        "engine": launch_of(engine),
         "block_size": int(label[-1]) if label.startswith("poros, block") else None,
         "status": "ok",
         "reason": None,
@@ -89,13 +89,22 @@ def speed_row(place: int, model: str = "qwen2.5-32b", scale: float = 1.0, **chan
     return SpeedRow.from_passes(**{**fields, **changed})
 
 
+def launch_of(engine: Engine) -> str | None:
+    """How a row says that the kernels of a method were launched."""
+    return next(iter(engine.launches), None)
+
+
 def failed_row(method: str, status: str, reason: str, **changed: Any) -> SpeedRow:
     """A row of a method that gave no figure after one good pass, or none."""
     empty = {"passes": [], "losses": [], "pass_memory": []}
     named = {"method": method, "label": method, "cell": f"{changed.get('model', 'qwen2.5-32b')}/{method}"}
     engine = describe(method)
     dropout = SETTINGS["lora"]["dropout"] if engine.dropout is None else engine.dropout
-    known = {"changes": engine.changes, "engine": engine.launch, "lora": {**SETTINGS["lora"], "dropout": dropout}}
+    known = {
+        "changes": engine.changes,
+        "engine": launch_of(engine),
+        "lora": {**SETTINGS["lora"], "dropout": dropout},
+    }
     return speed_row(2, **{**empty, **named, **known, "status": status, "reason": reason, **changed})
 
 
@@ -112,7 +121,7 @@ def parity_row(verdict: str = "PASS", **changed: Any) -> ParityRow:
         "cell": f"{changed.get('model', 'qwen2.5-32b')}/parity-{path}",
         "method": "poros",
         "label": "poros, block size 4",
-        "engine": describe("poros").launch,
+        "engine": launch_of(describe("poros")),
         "path": path,
         "block_size": 4,
         "slots": 2,

@@ -30,7 +30,7 @@ def a_request(folder: Path, method: str, **changes: Any) -> CellRequest:
         "dtype": "float32", "seq_len": 16, "batch_size": 2, "accumulation": 2, "steps": 2, "warmup_steps": 1,
         "path": "fast", "lora": Lora(2, 4, 0.05, "all-linear"), "dataset": None, "seed": 1, "learning_rate": 1e-2,
         "max_grad_norm": 1.0, "device": "cpu", "attention": "sdpa", "block_size": None, "slots": None,
-        "resident_blocks": None, "options": {},
+        "resident_blocks": None, "replay": None, "options": {},
         "folder": None, "cache": str(folder / "cache"), "record": str(folder / "record.json"), "started": time.time(),
     }  # fmt: skip
     return CellRequest(**{**fields, **changes})

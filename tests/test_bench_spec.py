@@ -192,7 +192,7 @@ def a_request() -> CellRequest:
         "seq_len": 8, "batch_size": 1, "accumulation": 1, "steps": 2, "warmup_steps": 1, "path": "fast",
         "lora": Lora(4, 8, 0.05, ["q_proj"]), "dataset": None, "seed": 1, "learning_rate": 1e-3, "max_grad_norm": 1.0,
         "device": "cpu", "attention": None, "block_size": None, "slots": None,
-        "resident_blocks": None, "options": {}, "folder": None,
+        "resident_blocks": None, "replay": None, "options": {}, "folder": None,
         "cache": "c", "record": "r.json",
     }  # fmt: skip
     return CellRequest(**fields)

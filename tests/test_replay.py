@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
+from poros.errors import ConfigError
 from poros.residency import replay
 from poros.residency.attach import attachment_of
 from poros.residency.replay import Replays
@@ -38,8 +39,10 @@ class Again:
     """Does recorded work again. A graph does all that was done while it was recorded, so this must do no less."""
 
     num_replays = 0
+    num_recordings = 0
 
     def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        Again.num_recordings += 1
         with Operations() as recorded:
             self._results = work()
         self._work, self._names = work, recorded.names
@@ -66,7 +69,7 @@ class Refused:
 
 @pytest.fixture(autouse=True)
 def _count_from_zero() -> None:
-    Again.num_replays = 0
+    Again.num_replays = Again.num_recordings = 0
 
 
 def replayed(model: nn.Module, kind: type = Again, **settings: Any) -> nn.Module:
@@ -133,6 +136,42 @@ def test_lengths_that_come_once_stay_eager() -> None:
     (replays,) = check(llama, batches, WINDOWS[0])
     assert replays.num_programs == 4  # of 16 and of 24 tokens, two each
     assert Again.num_replays == 2 * NUM_LAYERS * 3
+
+
+def test_more_lengths_than_recordings_are_kept_of_do_not_record_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_PROGRAMS", 2)
+    model = replayed(tiny.build("llama", num_layers=2))
+    for step in range(24):
+        oracle.run(model, [tiny.batch("llama", seq_len=16 + step % 3, seed=step)])
+    assert 0 < Again.num_recordings < 24  # four a step, as soon as each length has come twice, would be 84
+
+
+def test_a_report_tells_what_is_replayed() -> None:
+    model = replayed(llama())
+    assert "recorded as CUDA graphs when a shape of input comes again" in str(poros.report(model))
+    oracle.run(model, tiny.batches("llama", 3))
+    report = poros.report(model)
+    assert report.engine == "replay"
+    assert f"replayed from CUDA graphs in {NUM_LAYERS} of {NUM_LAYERS} layers" in str(report)
+    tiny.text_layers(model)[1].mlp.register_forward_hook(lambda *_: None)
+    oracle.run(model, tiny.batches("llama", 1))
+    report = poros.report(model)
+    assert report.engine == "eager"
+    assert report.replayed_layers == NUM_LAYERS - 1
+    assert report.notes[-1].endswith("layers.1 not replayed: a hook inside the layer")
+
+
+def test_replay_is_a_setting() -> None:
+    model = poros.prepare(llama(), device="cpu")
+    assert not poros.report(model).replay  # there is nothing to record on a CPU
+    with pytest.raises(ConfigError, match="already prepared with replay=True, so not with replay=False"):
+        poros.prepare(model, replay=False)
+    with pytest.raises(ConfigError, match="replay is 'off'; it must be True or False"):
+        poros.prepare(llama(), replay="off")  # type: ignore[arg-type]
+    model = poros.prepare(llama(), device="cpu", replay=False)
+    attachment = attachment_of(model)
+    assert attachment is not None
+    assert not attachment.replay
 
 
 def change_dropout(model: nn.Module, step: int) -> None:

@@ -123,7 +123,7 @@ def a_request(folder: Path, num_slots: int) -> CellRequest:
         "dtype": "float32", "seq_len": 16, "batch_size": 1, "accumulation": 1, "steps": 1, "warmup_steps": 0,
         "path": "fast", "lora": Lora(4, 8, 0.0, "all-linear"), "dataset": None, "seed": 1, "learning_rate": 1e-3,
         "max_grad_norm": 1.0, "device": "cpu", "attention": "sdpa", "block_size": None, "slots": num_slots,
-        "resident_blocks": None, "options": {}, "folder": None, "cache": str(folder),
+        "resident_blocks": None, "replay": None, "options": {}, "folder": None, "cache": str(folder),
         "record": str(folder / "record.json"),
     }  # fmt: skip
     return CellRequest(**fields)

@@ -136,6 +136,13 @@ SETTINGS = {
     "an unknown method": (_set(0, "method", "sorcery"), "method", "is 'sorcery'"),
     "changes of another method": (_set(3, "changes", []), "changes", "resident-checkpointed changes ['gradient"),
     "launched as the method is not": (_set(2, "engine", "replay"), "engine", "that of resident is null"),
+    "replayed where nothing can be": (
+        _all(_set(0, "device", "cpu"), _set(0, "engine", "replay")),
+        "engine",
+        "no graphs to replay",
+    ),
+    "a row of poros without its engine": (_set(0, "engine", None), "engine", "that of poros is 'eager' or 'replay'"),
+    "a cell of the other engine": (_set(1, "cell", "qwen2.5-32b/poros-bs4-replay"), "cell", "but engine is eager"),
     "a block size of a method that has none": (_set(2, "block_size", 4), "block_size", "resident has none"),
     "no layer a block": (_set(0, "block_size", 0), "block_size", "greater than or equal to 1"),
     "dropout of a method that takes none": (_set(4, "lora.dropout", 0.05), "lora.dropout", "takes 0.0 only"),

@@ -42,6 +42,8 @@ class ModelConfig(_Section):
     """Blocks that fit the window at once; chosen for the block size if left out."""
     resident_blocks: int = Field(default=0, ge=0)
     """Blocks that stay on the device, spread evenly between those that stream: more memory, fewer transfers."""
+    replay: bool = True
+    """On a GPU, record what a layer does as CUDA graphs and replay them: less work for the host, for the same bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the computation runs; `auto` is the GPU if there is one. CUDA_VISIBLE_DEVICES chooses among several."""
     attn_implementation: str | None = None

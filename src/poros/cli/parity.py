@@ -57,6 +57,7 @@ def parity(
     resident_blocks: Annotated[
         int, typer.Option(min=0, max=MAX_LAYERS, help="Blocks of the streamed model that stay on the device.")
     ] = 0,
+    replay: Annotated[bool, typer.Option(help="On a GPU, record visits as CUDA graphs and replay them.")] = True,
     rank: Annotated[int, typer.Option(min=1, max=MAX_RANK, help="Of the adapters; alpha is twice as much.")] = 16,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of data, adapters and dropout.")] = 1,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default CUDA if there is one.")] = None,
@@ -97,6 +98,7 @@ def parity(
         "block_size": block_size,
         "slots": slots,
         "resident_blocks": resident_blocks,
+        "replay": replay,
         "rank": rank,
         "seed": seed,
         "device": device,

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from poros.errors import ConfigError, ResultError
 from poros.evidence.artifact import ParityRow, SpeedRow, read_rows, write_rows
-from poros.evidence.engines.base import SIZES, CellRequest, dataset_of
+from poros.evidence.engines.base import SIZES, CellRequest, Launch, dataset_of
 from poros.evidence.files import replace_file
 from poros.evidence.preflight import fingerprints, require_runnable
 from poros.evidence.process import run_request
@@ -167,6 +167,7 @@ class _Run:
             block_size=method.block_size,
             slots=method.slots,
             resident_blocks=method.resident_blocks,
+            replay=method.replay,
             options=method.options,
             folder=spec.folder_of(method.method),
             cache=spec.cache_folder(),
@@ -206,7 +207,7 @@ class _Run:
             **{name: facts.get(name) for name in ("family", "device", "budget_bytes")},
             label=cell.method.shown,
             changes=cell.method.engine.changes,
-            engine=cell.method.engine.launch,
+            engine=_launch(cell.method, facts),
             lora=asdict(request.lora),
             dataset=facts.get("dataset", dataset_of(request)),
             options=_options(cell.method, facts),
@@ -247,9 +248,19 @@ class _Run:
         return self.out / "logs" / f"{file_name(cell.name)}-{number}.log"
 
 
+def _launch(method: MethodSpec, facts: dict[str, Any]) -> Launch | None:
+    """How kernels were launched; None if a pass that failed did not come so far."""
+    launches = method.engine.launches
+    only = launches[0] if len(launches) == 1 else None
+    launch: Launch | None = facts.get("engine", "eager" if method.replay is False else only)
+    return launch
+
+
 def _options(method: MethodSpec, facts: dict[str, Any]) -> dict[str, Any]:
-    """The row's: those of the method, the user's own engine, and on a CPU the number of threads."""
+    """The row's: those of the method, how many layers were replayed, the user's engine, and a CPU's threads."""
     options = dict(method.options)
+    if "replayed_layers" in facts:  # some, but not all
+        options["replayed_layers"] = facts["replayed_layers"]
     if method.module is not None:
         options["module"] = method.module
     if facts.get("device") == "cpu" and "num_threads" in facts:

@@ -10,7 +10,6 @@ import poros
 from poros.evidence import provenance
 from poros.evidence.artifact import ParityRow
 from poros.evidence.bits import Difference
-from poros.evidence.engines.base import describe
 from poros.evidence.twins import ParitySettings, Twins
 
 EXIT_STATUS = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}  # 2 is for errors
@@ -83,7 +82,8 @@ def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
     report = poros.report(twins.streamed)
     base = twins.resident.get_base_model()
     kept = f"-r{report.resident_blocks}" if report.resident_blocks else ""
-    window = f"bs{report.block_size}x{report.slots}{kept}-acc{settings.accumulation}" + "-poison" * settings.poison
+    window = f"bs{report.block_size}x{report.slots}{kept}-acc{settings.accumulation}"
+    window += "-replay" * (report.engine == "replay") + "-poison" * settings.poison
     return {
         "cell": f"{settings.row_name}/parity-{settings.path}-{window}",
         "model": settings.row_name,
@@ -91,7 +91,7 @@ def setting_fields(settings: ParitySettings, twins: Twins) -> dict[str, Any]:
         "family": twins.family,
         "method": "poros",
         "label": f"poros, block size {report.block_size}",
-        "engine": describe("poros").launch,
+        "engine": report.engine,
         "path": settings.path,
         "device": twins.device.type,
         "attention": base.config._attn_implementation,

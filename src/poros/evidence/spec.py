@@ -77,6 +77,8 @@ class MethodSpec(_Group):
     """Blocks in the window, for methods that stream."""
     resident_blocks: int | None = Field(default=None, ge=0, le=MAX_LAYERS)
     """Blocks that stay on the device, for methods that stream."""
+    replay: bool | None = None
+    """Record visits as CUDA graphs and replay them, on a GPU, for methods that can do either; on if left out."""
     label: str | None = Field(default=None, min_length=1)
     """What tables call it; made from the settings if left out."""
     options: dict[str, Any] = {}
@@ -106,7 +108,7 @@ class MethodSpec(_Group):
             engine = self.engine
         except (ImportError, AttributeError) as error:
             raise ValueError(f"module {self.module!r} is not an engine: {error}") from None
-        for name in SIZES:
+        for name in (*SIZES, "replay"):
             if getattr(self, name) is not None and name not in engine.settings:
                 takers = [method for method in METHODS if name in describe(method).settings]
                 raise ValueError(f"{self.method} has no {name}; {', '.join(takers)} have one")
@@ -128,6 +130,7 @@ class MethodSpec(_Group):
         parts += [f"block size {self.block_size}"] if self.block_size is not None else []
         parts += [f"{self.slots} slot{'s' * (self.slots > 1)}"] if self.slots is not None else []
         parts += [f"{self.resident_blocks} resident blocks"] if self.resident_blocks is not None else []
+        parts += [] if self.replay is None else ["replayed" if self.replay else "eager"]
         parts += [f"{name} {value}" for name, value in self.options.items()]
         return self.label or ", ".join(parts)
 
@@ -140,6 +143,7 @@ class MethodSpec(_Group):
         parts += [f"bs{self.block_size}"] if self.block_size is not None else []
         parts += [f"s{self.slots}"] if self.slots is not None else []
         parts += [f"r{self.resident_blocks}"] if self.resident_blocks is not None else []
+        parts += [] if self.replay is None else ["replay" if self.replay else "eager"]
         parts += [slug(f"{name}-{value}") for name, value in self.options.items()]
         return "-".join(parts)
 

@@ -40,7 +40,7 @@ class ParitySettings:
         dropout: Of the adapters.
         accumulation: Batches a step.
         seq_len, batch_size: Tokens a row, rows a batch.
-        block_size, slots, resident_blocks: Of the window, as for :func:`poros.prepare`.
+        block_size, slots, resident_blocks, replay: As for :func:`poros.prepare`.
         rank: Of the adapters; alpha is twice as much.
         seed: Of data, adapters and dropout.
         device: Where to compute; by default CUDA if there is one.
@@ -65,6 +65,7 @@ class ParitySettings:
     block_size: int = 1
     slots: int | None = None
     resident_blocks: int = 0
+    replay: bool = True
     rank: int = 16
     seed: int = 1
     device: str | None = None
@@ -209,7 +210,7 @@ def _bare(name: str) -> str:
 
 def _adapted(settings: ParitySettings, device: torch.device, dtype: str, *, stream: bool) -> Any:
     make: Any = from_shape if weights_of(settings) == "random" else load
-    window = {name: getattr(settings, name) for name in ("block_size", "slots", "resident_blocks", "poison")}
+    window = {name: getattr(settings, name) for name in ("block_size", "slots", "resident_blocks", "replay", "poison")}
     try:
         base = make(
             settings.model,

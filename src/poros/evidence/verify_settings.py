@@ -24,13 +24,14 @@ _NAMES = (
 )
 _COMMIT = re.compile(r"[0-9a-f]{7,64}(\+(changes|[0-9a-f]{8}))?")  # the hash of what is not committed
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ADDED_OPTIONS = ("module", "num_threads")  # which no spec gives, so that no cell is named for them
+_ADDED_OPTIONS = ("module", "num_threads", "replayed_layers")  # which no spec gives, so that no cell is named for them
 _STANDARD_CELL = re.compile(
     rf"(?P<method>{'|'.join(sorted(METHODS, key=len, reverse=True))})(-bs(?P<block_size>\d+))?(-s(?P<slots>\d+))?"
-    r"(-r(?P<resident_blocks>\d+))?"
+    r"(-r(?P<resident_blocks>\d+))?(-(?P<engine>eager|replay))?"
 )
 _PARITY_CELL = re.compile(
-    r"parity-(?P<path>[a-z]+)(-bs(?P<block_size>\d+)x(?P<slots>\d+))?(-r(?P<resident_blocks>\d+))?(-acc(?P<accumulation>\d+))?(-.*)?"
+    r"parity-(?P<path>[a-z]+)(-bs(?P<block_size>\d+)x(?P<slots>\d+))?(-r(?P<resident_blocks>\d+))?(-acc(?P<accumulation>\d+))?"
+    r"(-(?P<engine>replay))?(-.*)?"
 )
 
 
@@ -89,6 +90,8 @@ def _device(row: Row) -> Found:
     for key in ("gpu", "gpu_memory_bytes"):
         if row.device == "cuda" and getattr(row, key) is None and _has_result(row):
             yield key, "is null; a row measured on a card names it"
+    if row.device == "cpu" and row.engine == "replay":
+        yield "engine", "is 'replay', but the device is the CPU, where there are no graphs to replay"
     for key in OF_THE_CARD:
         if row.device == "cpu" and getattr(row, key) is not None:
             yield key, f"is {getattr(row, key)!r}, but the device is the CPU"
@@ -148,8 +151,9 @@ def _engine(row: Row, engine: Engine) -> Found:
     """What the method is known to change, to take, and to be launched by."""
     if row.changes != [*engine.changes]:
         yield "changes", f"is {row.changes}; {row.method} changes {[*engine.changes]}"
-    if row.engine != engine.launch:
-        yield "engine", f"is {shown(row.engine)}; that of {row.method} is {shown(engine.launch)}"
+    if row.engine not in (engine.launches or (None,)) and (_has_result(row) or row.engine is not None):
+        those = " or ".join(map(shown, engine.launches or (None,)))
+        yield "engine", f"is {shown(row.engine)}; that of {row.method} is {those}"
     for key in SIZES:
         if getattr(row, key) and key not in engine.settings:
             yield key, f"is {getattr(row, key)}; {row.method} has none"

@@ -47,6 +47,7 @@ def load(
     slots: int | None = None,
     resident_blocks: int = 0,
     micro_batch_size: int | None = None,
+    replay: bool = True,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -73,6 +74,7 @@ def load(
         slots: blocks in the window.
         resident_blocks: blocks that stay on ``device``.
         micro_batch_size: rows of a batch that a visit computes at a time, as for :func:`poros.prepare`.
+        replay: record each layer's visits as CUDA graphs and replay them, as for :func:`poros.prepare`.
         device: where to compute; by default CUDA if there is one, else the CPU.
         stream: ``False`` gives the resident twin by the same way: everything on ``device``.
         attn_implementation: as for ``from_pretrained``.
@@ -88,7 +90,7 @@ def load(
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
     place = Place(
-        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, poison, checksum
+        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, replay, poison, checksum
     )
     files = locate(model, revision)
     config = read_gguf_config(files, gguf_file) if gguf_file else _read_config(files)
@@ -121,6 +123,7 @@ def from_shape(
     slots: int | None = None,
     resident_blocks: int = 0,
     micro_batch_size: int | None = None,
+    replay: bool = True,
     device: str | torch.device | None = None,
     stream: bool = True,
     attn_implementation: str | None = None,
@@ -142,7 +145,7 @@ def from_shape(
     """
     precision = Precision.of(quantization, double_quant, dtype, compute_dtype)
     place = Place(
-        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, poison, checksum
+        compute_device(device), stream, block_size, slots, resident_blocks, micro_batch_size, replay, poison, checksum
     )
     if isinstance(shape, PreTrainedConfig):
         config = copy.deepcopy(shape)

@@ -54,6 +54,7 @@ class Place:
     slots: int | None
     resident_blocks: int
     micro_batch_size: int | None
+    replay: bool
     poison: bool
     checksum: bool
 
@@ -65,6 +66,7 @@ class Place:
             slots=self.slots,
             resident_blocks=self.resident_blocks,
             micro_batch_size=self.micro_batch_size,
+            replay=self.replay,
             device=self.device,
             poison=self.poison,
             checksum=self.checksum,

@@ -27,6 +27,7 @@ def prepare(
     slots: int | None = None,
     resident_blocks: int | None = None,
     micro_batch_size: int | None = None,
+    replay: bool | None = None,
     device: torch.device | str | None = None,
     poison: bool | None = None,
     checksum: bool | None = None,
@@ -47,6 +48,9 @@ def prepare(
             the less crosses the link. They change no bit.
         micro_batch_size: Split larger batches inside each visit, in forwards with gradients, so that one transfer
             serves many small batches. The bits are those of a resident model whose layers split in the same way.
+        replay: Record each layer's visits as CUDA graphs and replay them (default True), which spares the host most of
+            its work and changes no bit. Layers that cannot be recorded run eagerly, and the report names them. On a CPU
+            there is nothing to record.
         device: Where to compute; by default CUDA if there is one, else the CPU.
         poison: Overwrite each slot before it is refilled (debugging).
         checksum: Check that each layer's recompute gives its forward's output, and name the layer if not (debugging).
@@ -64,6 +68,8 @@ def prepare(
             f"prepare takes a model that is loaded, not a {type(model).__name__}. "
             "To load one from a hub id or a folder so that it streams, use poros.load."
         )
+    if replay not in (None, True, False):
+        raise ConfigError(f"replay is {replay!r}; it must be True or False")
     attachment = attachment_of(model)
     if attachment is not None:
         asked: dict[str, Any] = {
@@ -72,7 +78,7 @@ def prepare(
             "resident_blocks": resident_blocks,
             "device": device,
         }
-        asked |= {"micro_batch_size": micro_batch_size, "poison": poison, "checksum": checksum}
+        asked |= {"micro_batch_size": micro_batch_size, "replay": replay, "poison": poison, "checksum": checksum}
         _check_same_settings(attachment, asked)
         attachment.guard(model)
         attachment.settle()
@@ -83,6 +89,7 @@ def prepare(
         slots=slots,
         resident_blocks=0 if resident_blocks is None else resident_blocks,
         micro_batch_size=micro_batch_size,
+        replay=replay is not False,
         device=device,
         poison=bool(poison),
         checksum=bool(checksum),

@@ -16,7 +16,7 @@ from poros.residency.discover import Decoder, find_decoder
 from poros.residency.layer import StreamedLayer, frozen_tensors, is_constant
 from poros.residency.layout import Layout
 from poros.residency.replay import Replays
-from poros.residency.report import REPACKING, Report, guarantee, precision
+from poros.residency.report import REPACKING, Report, eager_notes, guarantee, precision
 from poros.residency.schedule import Schedule, spread
 from poros.residency.store import HostStore
 from poros.residency.transfer import Recorder, Transfer, device_free_bytes, return_cached_memory
@@ -56,7 +56,7 @@ class Attachment:
         poison: bool = False,
         checksum: bool = False,
         micro_batch_size: int | None = None,
-        replay: bool = False,
+        replay: bool = True,
     ) -> None:
         check_sizes(
             block_size=block_size, slots=slots, resident_blocks=resident_blocks, micro_batch_size=micro_batch_size
@@ -260,6 +260,8 @@ class Attachment:
         notes = [] if self.store.lock_error is None else [self.store.lock_error]
         if self.repacking_off:
             notes.append(REPACKING)
+        eager = {} if self.replays is None else dict(self.replays.eager)
+        notes += eager_notes(eager)
         return Report(
             model_type=self.decoder.model_type,
             precision=precision(self.layers),
@@ -279,6 +281,9 @@ class Attachment:
             notes=notes,
             num_loads=self.window.num_loads,
             num_late_loads=self.window.num_waits,
+            replay=self.replays is not None,
+            replayed_layers=0 if self.replays is None else len(self.replays.replayed),
+            eager_layers=eager,
         )
 
     def _install(self, layer: StreamedLayer) -> None:

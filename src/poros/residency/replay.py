@@ -12,7 +12,9 @@ attributes and byte plan, called with an equal *signature* (shapes, strides, typ
 
 [Note: when to record]
 Recording takes as long as a few visits, and the first run of a kernel may set up its library. So a signature is
-recorded when the layer that met it first meets it again; lengths that come once stay eager.
+recorded when the layer that met it first meets it again; lengths that come once stay eager. Where there are more
+signatures than recordings are kept of, each would be recorded again and again; so every recording that is dropped
+before it has paid makes the next ones wait for twice as many meetings.
 
 [Note: random numbers]
 A replay draws from the device's generator as its kernels would have: it reads the generator's state and moves it on.
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_PROGRAMS = 8  # signatures to keep recordings of
 _MAX_MET = 1024  # signatures to remember having met
+_WORTH_RECORDING = 1000  # replays that make up for a program's recordings
+_MAX_PATIENCE = 64  # meetings
 _ALIGNMENT = 16  # bytes; kernels may choose their path by it, so a less aligned input stays eager
 
 Work = Callable[[], list[torch.Tensor]]
@@ -79,9 +83,11 @@ class Replays:
         self._mark: Mark = None  # that is reached when it is over
         self._forms = Forms()
         self._programs: OrderedDict[Any, Program] = OrderedDict()  # signature -> program, least used first
-        self._met: dict[Any, int] = {}  # signature -> index of the layer that met it first
+        self._met: dict[Any, tuple[int, int]] = {}  # signature -> index of the layer that met it first, times it did
         self._never: set[Any] = set()  # signatures that could not be recorded
-        self.eager: dict[str, str] = {}  # layer -> why a visit of it was not replayed
+        self._patience = 1  # meetings before a signature is recorded
+        self.eager: dict[str, str] = {}  # layer -> why its latest visit could not be replayed
+        self.replayed: set[str] = set()  # layers whose latest forward was a replay
 
     @property
     def num_programs(self) -> int:
@@ -90,6 +96,15 @@ class Replays:
 
     def forward(self, call: "Call", slot: int) -> tuple[list[torch.Tensor], list[bool]] | None:
         """What the layer returns and which of it is differentiable; None if this visit has to run eagerly."""
+        found = self._forward(call, slot)
+        if found is None:
+            self.replayed.discard(call.layer.name)
+        else:
+            self.replayed.add(call.layer.name)
+            self.eager.pop(call.layer.name, None)
+        return found
+
+    def _forward(self, call: "Call", slot: int) -> tuple[list[torch.Tensor], list[bool]] | None:
         key = self._key(call)
         if key is None or key in self._never:
             return None
@@ -105,6 +120,7 @@ class Replays:
             self._remember(program)
             call.result, call.program = program.result, program
             program.load(call, call.tensors)
+            program.num_replays += 1
             place.forward.replay()
             return [output.clone() for output in place.outputs], program.differentiable
 
@@ -130,6 +146,7 @@ class Replays:
         self._transfer.drain()
         self._programs.clear()
         self._met.clear()
+        self.replayed.clear()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -144,12 +161,13 @@ class Replays:
 
     def _is_met_again(self, key: Any, layer: StreamedLayer) -> bool:
         """See [Note: when to record]."""
-        first = self._met.get(key)
-        if first is None:
-            if len(self._met) >= _MAX_MET:
-                self._met.clear()
-            self._met[key] = layer.index
-        return first == layer.index
+        if len(self._met) >= _MAX_MET:
+            self._met.clear()
+        first, times = self._met.get(key, (layer.index, 0))
+        if first == layer.index:
+            times += 1
+        self._met[key] = first, times
+        return first == layer.index and times > self._patience
 
     def _key(self, call: "Call") -> Any:
         """What recordings of this visit are kept under; None where there can be none."""
@@ -181,7 +199,9 @@ class Replays:
         self._programs.move_to_end(program.key)
         if len(self._programs) > MAX_PROGRAMS:
             self._transfer.drain()
-            self._programs.popitem(last=False)
+            _, dropped = self._programs.popitem(last=False)
+            if dropped.num_replays < _WORTH_RECORDING:
+                self._patience = min(2 * self._patience, _MAX_PATIENCE)
 
 
 class Program:
@@ -204,6 +224,7 @@ class Program:
         self._incoming: list[torch.Tensor] = []  # gradients of the differentiable outputs
         self._used: list[bool] = []  # which of the inputs that need a gradient, then of the parameters, get one
         self._places: dict[tuple[int, int], _Place] = {}  # (slot, offset) -> recordings
+        self.num_replays = 0
         self.result: Any = None  # template of what the layer returns
         self.differentiable: list[bool] = []
 

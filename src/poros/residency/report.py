@@ -1,6 +1,7 @@
 """What a prepared model costs where, and which promise holds: in words."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -31,6 +32,9 @@ class Report:
         guarantee: Which promise holds, and why.
         notes: What a user should know besides.
         num_loads, num_late_loads: Copies so far, and those among them that no prefetch had foreseen.
+        replay: Whether visits are recorded as CUDA graphs and replayed.
+        replayed_layers: Layers whose latest forward was a replay.
+        eager_layers: Layer -> why its latest visit could not be replayed.
     """
 
     model_type: str
@@ -51,6 +55,14 @@ class Report:
     notes: list[str] = field(default_factory=list)
     num_loads: int = 0
     num_late_loads: int = 0
+    replay: bool = False
+    replayed_layers: int = 0
+    eager_layers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Literal["eager", "replay"]:
+        """``"replay"`` if the latest forward of every layer was one."""
+        return "replay" if self.replayed_layers == self.num_layers else "eager"
 
     def __str__(self) -> str:
         locked = f", {format_bytes(self.locked_bytes)} page-locked" if self.device.startswith("cuda") else ""
@@ -65,9 +77,26 @@ class Report:
                 else []
             ),
             f"  resident   {format_bytes(self.resident_bytes)}, {format_bytes(self.trainable_bytes)} of it trainable",
+            *([self._kernels()] if self.replay else []),
             f"  guarantee  {self.guarantee}",
         ]
         return "\n".join(lines + [f"  note       {note}" for note in self.notes])
+
+    def _kernels(self) -> str:
+        if self.replayed_layers:
+            return f"  kernels    replayed from CUDA graphs in {self.replayed_layers} of {self.num_layers} layers"
+        return "  kernels    recorded as CUDA graphs when a shape of input comes again, and replayed from then on"
+
+
+def eager_notes(reasons: dict[str, str]) -> list[str]:
+    """A line for each reason why layers are not replayed."""
+    layers: dict[str, list[str]] = {}
+    for layer, reason in reasons.items():
+        layers.setdefault(reason, []).append(layer)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more layers' * (len(names) > 1)} not replayed: {reason}"
+        for reason, names in layers.items()
+    ]
 
 
 def precision(layers: list[StreamedLayer]) -> str:

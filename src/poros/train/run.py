@@ -116,6 +116,7 @@ def _build(config: RunConfig, data: RunData, device: torch.device, dtype: str) -
         block_size=config.model.block_size,
         slots=config.model.slots,
         resident_blocks=config.model.resident_blocks,
+        replay=config.model.replay,
         device=device,
         stream=config.model.stream,
         attn_implementation=config.model.attn_implementation,

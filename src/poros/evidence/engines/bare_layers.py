@@ -60,9 +60,7 @@ class ReplayedLayers:
         for index in range(attachment.slots):
             self._slots.append(self._capture(index))
         recorder.facts |= {
-            "block_size": 1,
             "slots": attachment.slots,
-            "resident_blocks": 0,
             "host_locked_bytes": attachment.store.locked_bytes,
         }
 

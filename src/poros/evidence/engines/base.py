@@ -36,6 +36,9 @@ SIZES = ("block_size", "slots", "resident_blocks")  # of the window; which of th
 Status = Literal["ok", "out_of_memory", "missing_package", "unsupported", "timeout", "diverged", "crashed"]
 
 
+Launch = Literal["eager", "replay"]  # from Python one by one, or recorded as a graph
+
+
 @dataclass(frozen=True)
 class Engine:
     """What is known of a method before it runs.
@@ -47,8 +50,8 @@ class Engine:
         packages: Whose versions its rows name besides the usual ones.
         environment: Variables that its process is started with.
         dropout: The only dropout of the adapters that it takes; None for any.
-        settings: Which of :data:`SIZES` it takes.
-        launch: How its kernels are launched, for methods whose weights stream.
+        settings: Which of :data:`SIZES` it takes, and ``replay`` if it can do without.
+        launches: How its kernels may be launched, for methods whose weights stream.
         folder: Whether it needs a folder of packages of its own, first on its process's path.
     """
 
@@ -59,7 +62,7 @@ class Engine:
     environment: dict[str, str] = field(default_factory=dict)
     dropout: float | None = None
     settings: tuple[str, ...] = ()
-    launch: Literal["eager", "replay"] | None = None
+    launches: tuple[Launch, ...] = ()
     folder: bool = False
 
 
@@ -113,6 +116,7 @@ class CellRequest:
     block_size: int | None
     slots: int | None
     resident_blocks: int | None
+    replay: bool | None
     options: dict[str, Any]
     folder: str | None
     cache: str

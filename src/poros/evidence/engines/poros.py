@@ -4,7 +4,12 @@ from typing import Any
 
 from poros.evidence.engines.base import CellRequest, Engine
 
-ENGINE = Engine(name="poros", title="poros", settings=("block_size", "slots", "resident_blocks"), launch="eager")
+ENGINE = Engine(
+    name="poros",
+    title="poros",
+    settings=("block_size", "slots", "resident_blocks", "replay"),
+    launches=("eager", "replay"),
+)
 
 
 def build(request: CellRequest, recorder: Any) -> Any:

@@ -17,7 +17,7 @@ ENGINE = Engine(
     changes=("attention: plain, deterministic algorithms",),  # it switches to both by itself when the base is NF4
     packages=("poros-train",),
     settings=("block_size",),
-    launch="eager",
+    launches=("eager",),
     folder=True,
 )
 

@@ -9,8 +9,8 @@ ENGINE = Engine(
     name="poros-trainer",
     title="poros in the Trainer",
     changes=("loop: transformers' Trainer",),
-    settings=("block_size", "slots", "resident_blocks"),
-    launch="eager",
+    settings=("block_size", "slots", "resident_blocks", "replay"),
+    launches=("eager", "replay"),
 )
 
 

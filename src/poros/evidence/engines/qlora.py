@@ -40,7 +40,7 @@ def build_streamed(request: CellRequest, recorder: Recorder) -> Any:
     """The same model with its layers streamed, in training mode; notes what it costs where."""
     import poros
 
-    window = {name: getattr(request, name) for name in ("block_size", "slots", "resident_blocks")}
+    window = {name: getattr(request, name) for name in ("block_size", "slots", "resident_blocks", "replay")}
     model = add_adapters(request, build_base(request, recorder, stream=True, **window)).train()
     report = poros.report(model)
     recorder.facts |= {
@@ -49,7 +49,14 @@ def build_streamed(request: CellRequest, recorder: Recorder) -> Any:
         "resident_blocks": report.resident_blocks,
         "host_locked_bytes": report.locked_bytes,
     }
+    recorder.facts_at_end = lambda: _launches(poros.report(model))
     return model
+
+
+def _launches(report: Any) -> dict[str, Any]:
+    """How the layers' kernels were launched."""
+    some = 0 < report.replayed_layers < report.num_layers
+    return {"engine": report.engine} | ({"replayed_layers": report.replayed_layers} if some else {})
 
 
 def add_adapters(request: CellRequest, base: Any) -> Any:

@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Recorder:
         device: Where the pass computes.
         facts: What the engine tells of itself for the row: ``family``, ``dataset``, ``block_size``, ``slots``,
             ``resident_blocks``, ``budget_bytes``, ``host_locked_bytes`` (what it locked by itself).
+        facts_at_end: Gives more of them, asked for after the last step.
         seconds: Of every counted step.
         losses: Of every step, warm-up included; none from a method that computes none.
         setup_s: From the start of the process to the first step.
@@ -41,6 +43,7 @@ class Recorder:
             wanted = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(wanted)
         self.facts: dict[str, Any] = {}
+        self.facts_at_end: Callable[[], dict[str, Any]] = dict
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.setup_s: float | None = None
@@ -71,6 +74,7 @@ class Recorder:
             self._take_loss(float(loss))
         if self._num_steps == self.request.total_steps:
             self.memory = self._read_meters()
+            self.facts |= self.facts_at_end()
 
     def _take_loss(self, loss: float) -> None:
         if not math.isfinite(loss):

@@ -21,7 +21,7 @@ ENGINE = Engine(
     title="bare loop of CUDA graphs",
     changes=("no embedding, head or loss",),
     settings=("slots",),
-    launch="replay",
+    launches=("replay",),
 )
 
 
