@@ -90,7 +90,7 @@ def _device(row: Row) -> Found:
     for key in ("gpu", "gpu_memory_bytes"):
         if row.device == "cuda" and getattr(row, key) is None and _has_result(row):
             yield key, "is null; a row measured on a card names it"
-    if row.device == "cpu" and row.engine == "replay":
+    if row.device == "cpu" and row.engine == "replay" and _has_result(row):
         yield "engine", "is 'replay', but the device is the CPU, where there are no graphs to replay"
     for key in OF_THE_CARD:
         if row.device == "cpu" and getattr(row, key) is not None:
