@@ -1,6 +1,7 @@
 """On a CUDA device: the window's order of copies and computation, its memory, and every family's bits.
 
-Run with ``pytest -m gpu``. Models are tiny; the real shapes are in ``test_gpu_parity.py``.
+Run with ``pytest -m gpu``. Models are tiny; the real shapes are in ``test_gpu_parity.py``. Where layer runs
+are counted, none is replayed; ``test_gpu_replay.py`` has what is.
 """
 
 import gc
@@ -44,13 +45,18 @@ def test_every_family_is_bit_equal(family: str) -> None:
     oracle.check_parity(
         lambda: tiny.build(family, dtype=torch.bfloat16, dropout=0.1, device=CUDA),
         tiny.batches(family, 3, device=CUDA, padding="left"),
-        {"block_size": 2, "slots": 2, "poison": True, "checksum": True},
-        {"block_size": 1, "slots": 3},
+        {"block_size": 2, "slots": 2, "poison": True, "checksum": True, "replay": False},
+        {"block_size": 1, "slots": 3, "replay": False},
     )
 
 
 def test_blocks_that_stay_change_no_bit() -> None:
-    oracle.check_parity(llama, llama_batches(3), {"resident_blocks": 3, "poison": True}, {"resident_blocks": 99})
+    oracle.check_parity(
+        llama,
+        llama_batches(3),
+        {"resident_blocks": 3, "poison": True, "replay": False},
+        {"resident_blocks": 99, "replay": False},
+    )
 
 
 def test_a_batch_that_is_split_inside_each_visit_has_the_bits_of_its_split_twin() -> None:
@@ -124,7 +130,7 @@ def test_checkpointing_switched_on_does_not_add_a_third_run() -> None:
         model.gradient_checkpointing_enable()
         return model
 
-    oracle.check_parity(llama, llama_batches(3), {"block_size": 2}, prepare=prepared)
+    oracle.check_parity(llama, llama_batches(3), {"block_size": 2, "replay": False}, prepare=prepared)
 
 
 def test_memory_stays_flat_over_random_lengths() -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import poros
 from poros.errors import ConfigError
-from poros.residency import replay
+from poros.residency import replay, transfer
 from poros.residency.attach import attachment_of
 from poros.residency.replay import Replays
 from poros.residency.transfer import Transfer
@@ -125,21 +125,43 @@ def test_from_the_second_step_on_every_visit_is_a_replay() -> None:
 
 
 def test_padding_and_accumulation() -> None:
-    batches = [batch for i in range(6) for batch in tiny.batches("llama", 1, seed=i, padding="left" if i % 2 else None)]
+    padding = (None, None, "left", "left", None, None)
+    batches = [tiny.batch("llama", seed=i, padding=kind) for i, kind in enumerate(padding)]
     check(llama, batches, *WINDOWS, accumulation=2)
     assert Again.num_replays > 0
 
 
 def test_lengths_that_come_once_stay_eager() -> None:
-    lengths = (16, 24, 16, 17, 24, 16)
+    lengths = (16, 16, 24, 16, 17, 24, 24, 16)
     batches = [tiny.batch("llama", seq_len=length, seed=i) for i, length in enumerate(lengths)]
     (replays,) = check(llama, batches, WINDOWS[0])
     assert replays.num_programs == 4  # of 16 and of 24 tokens, two each
-    assert Again.num_replays == 2 * NUM_LAYERS * 3
+    assert Again.num_replays == 2 * NUM_LAYERS * 4
+
+
+def test_a_length_that_keeps_coming_back_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_PATIENCE", 3)
+    batches = [tiny.batch("llama", seq_len=16 + step % 2, seed=step) for step in range(9)]
+    (replays,) = check(llama, batches, WINDOWS[0])
+    assert replays.num_programs == 4
+    assert Again.num_replays == 2 * NUM_LAYERS * 3  # from the fourth time on
+
+
+def test_a_recording_that_breaks_off_makes_the_others_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replayed(llama())
+    oracle.run(model, tiny.batches("llama", 3))
+    assert replays_of(model).num_programs == 2
+    recordings = Again.num_recordings
+    oracle.run(model, [tiny.batch("llama")])
+    assert Again.num_recordings == recordings
+    monkeypatch.setattr(transfer, "_num_broken", transfer.num_broken_recordings() + 1)
+    oracle.run(model, [tiny.batch("llama")])
+    assert Again.num_recordings == 2 * recordings
 
 
 def test_more_lengths_than_recordings_are_kept_of_do_not_record_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(replay, "_PATIENCE", 3)
     model = replayed(tiny.build("llama", num_layers=2))
     for step in range(24):
         oracle.run(model, [tiny.batch("llama", seq_len=16 + step % 3, seed=step)])

@@ -11,10 +11,10 @@ out. So the layer that happened to be recorded stands in for every layer of its 
 attributes and byte plan, called with an equal *signature* (shapes, strides, types and everything that is no tensor).
 
 [Note: when to record]
-Recording takes as long as a few visits, and the first run of a kernel may set up its library. So a signature is
-recorded when the layer that met it first meets it again; lengths that come once stay eager. Where there are more
-signatures than recordings are kept of, each would be recorded again and again; so every recording that is dropped
-before it has paid makes the next ones wait for twice as many meetings.
+Recording takes as long as a few visits and some memory, and the first run of a kernel may set up its library. So a
+signature is recorded when the layer that met it first meets it twice running, or for the eighth time; lengths that come
+and go stay eager. Where there are more signatures than recordings are kept of, each would be recorded again and again;
+so every recording that is dropped before it has paid makes the next ones wait for twice as many meetings.
 
 [Note: random numbers]
 A replay draws from the device's generator as its kernels would have: it reads the generator's state and moves it on.
@@ -34,7 +34,7 @@ from poros.residency.form import Forms
 from poros.residency.layer import StreamedLayer
 from poros.residency.layout import span_bytes
 from poros.residency.snapshot import RandomState
-from poros.residency.transfer import Mark, Transfer
+from poros.residency.transfer import Mark, Transfer, num_broken_recordings, return_cached_memory
 from poros.residency.tree import fingerprint
 from poros.residency.uses import graph_leaves
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MAX_PROGRAMS = 8  # signatures to keep recordings of
 _MAX_MET = 1024  # signatures to remember having met
+_PATIENCE = 7  # meetings before a signature is recorded that does not come twice running
 _WORTH_RECORDING = 1000  # replays that make up for a program's recordings
 _MAX_PATIENCE = 64  # meetings
 _ALIGNMENT = 16  # bytes; kernels may choose their path by it, so a less aligned input stays eager
@@ -70,6 +71,7 @@ class Replays:
     Hazards handled:
         - All visits share the static tensors. A visit in another stream than the last one waits for that.
         - Recordings that are dropped may still run: the device is waited for first.
+        - A recording that breaks off, of whichever model, makes all earlier ones void: they are dropped.
 
     Args:
         new_recording: makes an empty recording.
@@ -84,8 +86,10 @@ class Replays:
         self._forms = Forms()
         self._programs: OrderedDict[Any, Program] = OrderedDict()  # signature -> program, least used first
         self._met: dict[Any, tuple[int, int]] = {}  # signature -> index of the layer that met it first, times it did
+        self._latest: dict[int, Any] = {}  # index of a layer -> the signature that it met last
         self._never: set[Any] = set()  # signatures that could not be recorded
-        self._patience = 1  # meetings before a signature is recorded
+        self._patience = _PATIENCE
+        self._num_broken = num_broken_recordings()
         self.eager: dict[str, str] = {}  # layer -> why its latest visit could not be replayed
         self.replayed: set[str] = set()  # layers whose latest forward was a replay
 
@@ -105,6 +109,7 @@ class Replays:
         return found
 
     def _forward(self, call: "Call", slot: int) -> tuple[list[torch.Tensor], list[bool]] | None:
+        self._drop_void()
         key = self._key(call)
         if key is None or key in self._never:
             return None
@@ -112,6 +117,7 @@ class Replays:
         if program is None:
             if not self._is_met_again(key, call.layer) or not call.layer.checked:
                 return None
+            return_cached_memory(call.residency.device)  # of eager visits, which recordings cannot use
             program = Program(call, key)
         with self._in_turn():
             place = self._place(program, call, slot, call.tensors)
@@ -128,8 +134,11 @@ class Replays:
         self, call: "Call", slot: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None] | None:
         """Gradients of the inputs that need one and of the parameters; None if the visit has to run eagerly."""
+        self._drop_void()
         program = call.program
-        if program is None or not program.takes(grads) or not call.layer.is_as_packed():
+        if program is None or self._programs.get(program.key) is not program:
+            return None
+        if not program.takes(grads) or not call.layer.is_as_packed():
             return None
         with self._in_turn():
             place = self._place(program, call, slot, tensors)
@@ -146,7 +155,14 @@ class Replays:
         self._transfer.drain()
         self._programs.clear()
         self._met.clear()
+        self._latest.clear()
         self.replayed.clear()
+
+    def _drop_void(self) -> None:
+        if self._num_broken != num_broken_recordings():
+            self._num_broken = num_broken_recordings()
+            self._transfer.drain()
+            self._programs.clear()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -164,10 +180,12 @@ class Replays:
         if len(self._met) >= _MAX_MET:
             self._met.clear()
         first, times = self._met.get(key, (layer.index, 0))
-        if first == layer.index:
-            times += 1
-        self._met[key] = first, times
-        return first == layer.index and times > self._patience
+        at_once = self._latest.get(layer.index) == key
+        self._latest[layer.index] = key
+        if first != layer.index:
+            return False
+        self._met[key] = first, times + 1
+        return times >= self._patience or (at_once and self._patience == _PATIENCE)
 
     def _key(self, call: "Call") -> Any:
         """What recordings of this visit are kept under; None where there can be none."""

@@ -74,6 +74,14 @@ class Transfer:
             torch.cuda.synchronize(self.device)
 
 
+_num_broken = 0
+
+
+def num_broken_recordings() -> int:
+    """Recordings of this process that broke off; all that were made before the last of them are void."""
+    return _num_broken
+
+
 class Recorder:
     """Where work is recorded as CUDA graphs: a stream on which nothing runs, and a pool of memory.
 
@@ -92,17 +100,20 @@ class Recorder:
     def recover(self) -> None:
         """Make up for what torch leaves undone when a recording could not be ended.
 
-        The allocator goes on putting what is allocated on the stream into the pool, and every random number is refused
-        as if the recording still ran. The first is ended here; the second ends with any recording that is ended.
+        The allocator goes on putting what is allocated on the stream into the pool; that is ended here. And the random
+        generator's state counts as being recorded still, and refuses every number (torch 2.11); so the generator gets a
+        new state of the same value. Graphs that were recorded before went with the old one, and are void.
         """
+        global _num_broken
+        _num_broken += 1
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
             torch._C._cuda_releasePool(self.device.index, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self.pool, capture_error_mode="thread_local")
-        torch.zeros(1, device=self.device)
-        graph.capture_end()
+        generator = torch.cuda.default_generators[self.device.index]
+        value = generator.get_state()
+        generator.graphsafe_set_state(torch.Generator(self.device))
+        generator.set_state(value)
 
 
 class GraphRecording:
