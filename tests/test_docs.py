@@ -21,15 +21,17 @@ def test_the_readmes_table_is_what_the_rows_give():
     assert text == validation_tables.render_readme(text), "run scripts/validation_tables.py"
 
 
-def test_every_parity_row_passed_and_its_control_too():
-    for row in validation_tables.read_rows("h200_parity_eager.jsonl"):
+@pytest.mark.parametrize("engine", ["eager", "replay"])
+def test_every_parity_row_passed_and_its_control_too(engine):
+    for row in validation_tables.read_rows(f"h200_parity_{engine}.jsonl"):
+        assert row["engine"] == engine
         assert row["verdict"] == "PASS"
         assert all(row["surfaces"]["streamed"].values())
         assert all(row["surfaces"]["control"].values())
 
 
 def test_a_speed_figure_is_the_median_of_its_steps():
-    for row in validation_tables.read_rows("h200_speed_eager.jsonl"):
+    for row in validation_tables.read_rows(validation_tables.SPEED):
         steps = sorted(row["passes"][0])
         assert len(steps) == row["steps"]
         assert row["s_per_step"] == steps[len(steps) // 2]

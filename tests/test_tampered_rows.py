@@ -390,5 +390,6 @@ def test_a_line_ends_where_it_ends(results, end):
     assert CliRunner().invoke(app, ["bench", "report", str(results)]).exit_code == 0
 
 
-def test_the_committed_rows_are_verified():
-    assert verify_file(ROOT / "docs" / "validation" / "h200_parity_eager.jsonl") == []
+@pytest.mark.parametrize("file", sorted((ROOT / "docs" / "validation").glob("*.jsonl")), ids=lambda file: file.stem)
+def test_the_committed_rows_are_verified(file):
+    assert verify_file(file) == []

@@ -26,10 +26,10 @@ from poros.residency.schedule import spread
 from poros.train.chunked_loss import ChunkedCausalLMLoss
 
 # What a process takes beside torch's allocator: process_bytes - reserved_bytes of the rows in
-# docs/validation/h200_speed_eager.jsonl, and the host peak of its resident row, which keeps nothing else on the host.
+# docs/validation/h200_launches_32b.jsonl, and the host peak of its resident row, which keeps nothing else on the host.
 # The context and the kernels of torch and bitsandbytes; with page-locked weights the driver's tables of their pages.
 CONTEXT_BYTES = {False: 727_711_744, True: 801_112_064}  # by whether the base streams
-LIBRARIES_BYTES = 1_945_137_152
+LIBRARIES_BYTES = 1_945_968_640
 # cuBLAS takes a workspace for each thread that calls it, the forward's and the backward's.
 _NUM_WORKSPACES = 2
 
