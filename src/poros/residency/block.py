@@ -14,6 +14,7 @@ runs under the restored state; its differentiation runs under the backward's own
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from poros.errors import ChecksumError, ResidencyError
 from poros.residency.caches import fresh_cache
-from poros.residency.casts import Carriers, CastBlock
+from poros.residency.casts import Carriers, CastBlock, cast_only
 from poros.residency.cleanup import Cleanup
 from poros.residency.inventory import Inventory
 from poros.residency.layer import StreamedLayer
@@ -195,9 +196,14 @@ class Call:
         found = None if replays is None else replays.backward(self, slot, tensors, grads)
         if found is None:
             return self._differentiate_eagerly(tensors, grads, slot)
+        assert self.program is not None
         of_inputs = iter(found[: sum(self.needs_grad)])
         of_parameters = found[sum(self.needs_grad) :]
-        return Gradients([next(of_inputs) if needs else None for needs in self.needs_grad], of_parameters, [], [])
+        carried: list[torch.Tensor | None] = []
+        if self.carriers is not None:
+            cast = self.program.cast
+            of_parameters, carried = self.carriers.route(self.trainables.parameters, of_parameters, lambda: cast)
+        return Gradients([next(of_inputs) if needs else None for needs in self.needs_grad], of_parameters, carried, [])
 
     def _differentiate_eagerly(
         self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], slot: int
@@ -227,7 +233,8 @@ class Call:
             of_inputs, further = self._separate(recorder, of_inputs)
         carried: list[torch.Tensor | None] = []
         if self.carriers is not None:
-            direct, carried = self.carriers.route(self.trainables.parameters, stand_ins, direct, outputs)
+            find_cast = partial(cast_only, outputs, stand_ins)
+            direct, carried = self.carriers.route(self.trainables.parameters, direct, find_cast)
         gradients = iter(of_inputs)
         whole = [next(gradients) if needs else None for needs in self.needs_grad]
         return Gradients(whole, direct, carried, further)

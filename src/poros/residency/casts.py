@@ -9,7 +9,7 @@ Visits take it as an input besides the parameter. As soon as a block holds a sec
 the gradients of cast parameters for the carriers, where autograd adds them as it would have, and in the same order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,25 +78,24 @@ class Carriers:
     def route(
         self,
         parameters: Sequence[nn.Parameter],
-        stand_ins: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
-        outputs: Iterable[torch.Tensor],
+        find_cast: Callable[[], Sequence[bool]],
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Split a visit's gradients into those of the parameters and those of the carriers.
 
         Args:
-            parameters, stand_ins, gradients: The trainable parameters, what stood in for them, and their gradients.
-            outputs: The recompute's outputs; their graph tells which stand-ins were cast.
+            parameters, gradients: The trainable parameters, and what the visit found for them.
+            find_cast: Tells which of them the recompute used as copies only; see :func:`cast_only`.
         """
         direct: list[torch.Tensor | None] = list(gradients)
         carried: list[torch.Tensor | None] = []
-        cast = _cast_leaves(outputs) if any(map(self.is_shared, parameters)) else set()
+        cast = find_cast() if any(map(self.is_shared, parameters)) else [False] * len(parameters)
         eligible = {id(parameter) for parameter in self.eligible(parameters)}
-        for index, (parameter, stand_in) in enumerate(zip(parameters, stand_ins, strict=True)):
+        for index, parameter in enumerate(parameters):
             if id(parameter) not in eligible:
                 continue
             gradient = direct[index]
-            if gradient is None or id(stand_in) not in cast or not self.is_shared(parameter):
+            if gradient is None or not cast[index] or not self.is_shared(parameter):
                 carried.append(None)
                 continue
             # Exact: the value came out of a gradient in this very type.
@@ -119,11 +118,11 @@ class _Carry(torch.autograd.Function):
         return (None, *(None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)))
 
 
-def _cast_leaves(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of the leaves that reach ``outputs`` through a cast and in no other way."""
+def cast_only(outputs: Iterable[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of ``leaves`` reach ``outputs`` through a cast and in no other way."""
     through: dict[int, set[str]] = {}  # id of a leaf -> names of the nodes that take it
     for node in nodes(outputs):
         for parent, _ in node.next_functions:
             if hasattr(parent, "variable"):
                 through.setdefault(id(parent.variable), set()).add(node.name())
-    return {leaf for leaf, names in through.items() if names == {"ToCopyBackward0"}}
+    return [through.get(id(leaf)) == {"ToCopyBackward0"} for leaf in leaves]

@@ -23,13 +23,15 @@ So a forward needs no care, and the backward's replay starts from the state that
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from poros.residency.casts import cast_only
 from poros.residency.form import Forms
 from poros.residency.layer import StreamedLayer
 from poros.residency.layout import span_bytes
@@ -135,6 +137,8 @@ class Replays:
     ) -> list[torch.Tensor | None] | None:
         """Gradients of the inputs that need one and of the parameters; None if the visit has to run eagerly."""
         self._drop_void()
+        if _autocasts():  # rare: a backward inside the block differentiates under it
+            return None
         program = call.program
         if program is None or self._programs.get(program.key) is not program:
             return None
@@ -242,6 +246,7 @@ class Program:
         self._incoming: list[torch.Tensor] = []  # gradients of the differentiable outputs
         self._used: list[bool] = []  # which of the inputs that need a gradient, then of the parameters, get one
         self._places: dict[tuple[int, int], _Place] = {}  # (slot, offset) -> recordings
+        self.cast: list[bool] = []  # which of the parameters are used as autocast's copies only
         self.num_replays = 0
         self.result: Any = None  # template of what the layer returns
         self.differentiable: list[bool] = []
@@ -311,9 +316,13 @@ class Program:
 
     @contextmanager
     def _as_recorded(self, call: "Call") -> Iterator[None]:
-        """The layer of ``call`` runs with gradients, as its forward ran, over static tensors."""
+        """The layer of ``call`` runs with gradients, as its forward ran, over static tensors.
+
+        A user's hooks on saved tensors are for the forward that is going on, not for what is recorded in it.
+        """
         surroundings = call.snapshot.surroundings_restored(call.residency.cleanup)
-        with surroundings, torch.enable_grad(), call.fixed_in(self._fixed):
+        unhooked = saved_tensors_hooks(_as_it_is, _as_it_is)
+        with surroundings, unhooked, torch.enable_grad(), call.fixed_in(self._fixed):
             yield
 
     def _run_forward(self, call: "Call", slot: int) -> list[torch.Tensor]:
@@ -333,7 +342,11 @@ class Program:
             known = {id(leaf) for leaf in (*needed, *stand_ins)}
             if any(id(leaf) not in known for leaf in graph_leaves(outputs)):
                 raise NotReplayableError("it uses a tensor that learns and is neither its parameter nor its argument")
-            found = torch.autograd.grad(roots, [*needed, *stand_ins], self._incoming, allow_unused=True)
+            self.cast = cast_only(outputs, stand_ins)
+            with ExitStack() as stack:
+                for kind in _autocasts():  # of the forward that is about to run; the backward runs outside of it
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                found = torch.autograd.grad(roots, [*needed, *stand_ins], self._incoming, allow_unused=True)
         self._used = [grad is not None for grad in found]
         of_parameters = found[len(needed) :]
         for static, grad in zip(self._parameter_grads.views, of_parameters, strict=True):
@@ -402,8 +415,6 @@ def _obstacle(call: "Call") -> str | None:
         return "a mapping among its arguments that it may write to"
     if call.residency.checksum:
         return "checksums"
-    if snapshot.under_autocast:
-        return "autocast"
     if not call.trainables.parameters and not any(call.needs_grad):
         return "nothing to differentiate"
     if not call.layer.is_as_packed():
@@ -415,6 +426,15 @@ def _obstacle(call: "Call") -> str | None:
     if any(tensor.device != call.residency.device for tensor in call.tensors):
         return "an input on another device"
     return None
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _autocasts() -> list[str]:
+    """Types of devices for which autocast is on in this thread."""
+    return [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
 
 
 def _signature(tensor: torch.Tensor) -> Any:

@@ -248,12 +248,7 @@ class Snapshot:
         finally:
             random.restore(self._device)
 
-    @property
-    def under_autocast(self) -> bool:
-        """Whether the forward ran under an autocast."""
-        return any(autocast.enabled for autocast in self._autocast)
-
     def kernel_choice(self) -> Any:
         """What the choice of kernels depends on besides the arguments, hashable."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return self.states.values(), tuple(map(repr, self._switches)), deterministic
+        return self.states.values(), tuple(self._autocast), tuple(map(repr, self._switches)), deterministic
