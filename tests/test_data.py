@@ -13,7 +13,7 @@ from poros.errors import DataError
 from poros.train.collate import PaddingCollator
 from poros.train.data import RowDataset, read_rows
 from poros.train.encode import IGNORED, Encoder
-from tests import tiny_run
+from tests import tiny, tiny_run
 
 BOS, EOS = 1, 2
 CHAT = [
@@ -137,6 +137,29 @@ def test_a_padding_token_that_is_also_the_end_hides_no_end(tmp_path: Path) -> No
     assert batch["input_ids"][0, short - 1 :].eq(EOS).all()
     assert batch["attention_mask"].sum(1).tolist() == [short, padded]
     assert {name: value.dtype for name, value in batch.items()} == dict.fromkeys(batch, torch.int64)
+
+
+@pytest.mark.parametrize(("longest", "width"), [(3, 8), (8, 8), (9, 16), (17, 20), (25, 25)])
+def test_batches_are_padded_to_a_multiple_within_the_longest_that_is_allowed(longest: int, width: int) -> None:
+    collate = PaddingCollator(0, multiple=8, max_length=20)
+    row = {"input_ids": list(range(longest)), "labels": list(range(longest))}
+    batch = collate([row, row])
+    assert batch["input_ids"].shape == (2, width)
+    assert batch["attention_mask"].all()  # nothing to tell apart
+    assert batch["labels"][:, longest:].eq(IGNORED).all()
+    shorter = {name: values[:2] for name, values in row.items()}
+    assert collate([shorter, row])["attention_mask"].sum(1).tolist() == [2, longest]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_padding_without_a_mask_teaches_nothing(family: str) -> None:
+    model = tiny.build(family, quant=None, lora=False).eval()
+    ids = tiny.batch(family, batch_size=1, seq_len=11)["input_ids"][0].tolist()
+    row = {"input_ids": ids, "labels": ids}
+    alone, padded = PaddingCollator(0)([row]), PaddingCollator(0, multiple=16)([row])
+    assert padded["input_ids"].shape == (1, 16)
+    with torch.no_grad():
+        assert model(**padded).loss.item() == pytest.approx(model(**alone).loss.item(), rel=1e-5)
 
 
 def test_special_tokens_that_the_text_brings_are_not_doubled(tmp_path: Path) -> None:

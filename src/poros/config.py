@@ -82,6 +82,8 @@ class DataConfig(_Section):
     """Longest sequence in tokens."""
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
     """What happens to a longer row: keep its first tokens, keep its last tokens, drop the row, or stop."""
+    pad_to_multiple_of: int | None = Field(default=None, ge=1)
+    """Pad batches to a multiple of so many tokens: the fewer lengths, the more is replayed. 64 on a GPU if left out."""
     packing: Literal["none"] = "none"
     """Rows are never packed together: each is a sequence of its own."""
 

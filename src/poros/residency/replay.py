@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -43,11 +44,12 @@ from poros.residency.uses import graph_leaves
 if TYPE_CHECKING:
     from poros.residency.block import Call
 
-MAX_PROGRAMS = 8  # signatures to keep recordings of
+MAX_PROGRAMS = 64  # signatures to keep recordings of
 _MAX_MET = 1024  # signatures to remember having met
 _PATIENCE = 7  # meetings before a signature is recorded that does not come twice running
 _WORTH_RECORDING = 1000  # replays that make up for a program's recordings
 _MAX_PATIENCE = 64  # meetings
+_ROOM = 512  # bytes at a multiple of which a static tensor starts, as the allocator's do
 _ALIGNMENT = 16  # bytes; kernels may choose their path by it, so a less aligned input stays eager
 
 Work = Callable[[], list[torch.Tensor]]
@@ -57,7 +59,7 @@ class Recording(Protocol):
     """Work on the device that can be done again at the same addresses."""
 
     def record(self, work: Work) -> list[torch.Tensor]:
-        """Take down ``work``; the tensors that it returns hold its results after each replay."""
+        """Take down ``work``; what is returned holds its results from a replay to the next one, of any recording."""
 
     def replay(self) -> None:
         """Do it again, in the current stream."""
@@ -86,6 +88,7 @@ class Replays:
         self._lane = transfer.lane()  # in which the last replay was
         self._mark: Mark = None  # that is reached when it is over
         self._forms = Forms()
+        self._stage = Stage()
         self._programs: OrderedDict[Any, Program] = OrderedDict()  # signature -> program, least used first
         self._met: dict[Any, tuple[int, int]] = {}  # signature -> index of the layer that met it first, times it did
         self._latest: dict[int, Any] = {}  # index of a layer -> the signature that it met last
@@ -120,7 +123,7 @@ class Replays:
             if not self._is_met_again(key, call.layer) or not call.layer.checked:
                 return None
             return_cached_memory(call.residency.device)  # of eager visits, which recordings cannot use
-            program = Program(call, key)
+            program = Program(call, key, self._stage)
         with self._in_turn():
             place = self._place(program, call, slot, call.tensors)
             if place is None:
@@ -226,23 +229,55 @@ class Replays:
                 self._patience = min(2 * self._patience, _MAX_PATIENCE)
 
 
+class Stage:
+    """Memory for what recordings read, shared by all programs: only one visit is on its way at a time.
+
+    A run that has to grow is made anew; the programs that read the old one keep it.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[str, torch.Tensor] = {}  # purpose -> flat bytes
+
+    def run(self, purpose: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """The first ``num_bytes`` of the run for ``purpose`` (flat ``uint8``)."""
+        run = self._runs.get(purpose)
+        if run is None or run.numel() < num_bytes:
+            size = num_bytes if run is None else max(num_bytes, run.numel() * 3 // 2)
+            run = self._runs[purpose] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return run[:num_bytes]
+
+    def like(self, purpose: str, tensors: Sequence[torch.Tensor]) -> list["_Static"]:
+        """A static tensor for each of ``tensors``, in the run for ``purpose``."""
+        sizes = [span_bytes(tensor) for tensor in tensors]
+        starts = [0, *accumulate(-(-size // _ROOM) * _ROOM for size in sizes)]
+        if not sizes:
+            return []
+        run = self.run(purpose, starts[-1], tensors[0].device)
+        return [
+            _Static(tensor, run[start : start + size])
+            for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+        ]
+
+
 class Program:
     """The visits of all layers of one form with one signature.
 
     Args:
         call: A forward that is about to run; its layer stands in for the others.
         key: What it is kept under.
+        stage: Where its static tensors are.
     """
 
-    def __init__(self, call: "Call", key: Any) -> None:
+    def __init__(self, call: "Call", key: Any, stage: Stage) -> None:
         self.key = key
+        self._stage = stage
         self._template = call.template  # alive, as the key has ids of what is in it
         num_inputs = len(call.needs_grad)
         self._needs_grad = call.needs_grad
-        self._inputs = [_Static(tensor) for tensor in call.tensors[:num_inputs]]
-        self._parameters = [torch.empty_like(parameter.data) for parameter in call.tensors[num_inputs:]]
-        self._parameter_grads = _EndToEnd(self._parameters)
-        self._fixed = [torch.empty_like(tensor.data) for tensor in call.trainables.fixed]
+        self._inputs = stage.like("inputs", call.tensors[:num_inputs])
+        self._parameters = _tensors(stage.like("parameters", call.tensors[num_inputs:]))
+        self._parameter_grads = _EndToEnd(self._parameters, stage)
+        self._fixed = _tensors(stage.like("fixed", call.trainables.fixed))
         self._incoming: list[torch.Tensor] = []  # gradients of the differentiable outputs
         self._used: list[bool] = []  # which of the inputs that need a gradient, then of the parameters, get one
         self._places: dict[tuple[int, int], _Place] = {}  # (slot, offset) -> recordings
@@ -264,7 +299,7 @@ class Program:
                 outputs = forward.record(lambda: self._run_forward(call, slot))
                 if not self._incoming:  # made here, as a recording would take down that they are zeroed
                     learning = [output for output, learns in zip(outputs, self.differentiable, strict=True) if learns]
-                    self._incoming = [torch.zeros_like(output) for output in learning]
+                    self._incoming = _tensors(self._stage.like("incoming", learning))
                 grads = backward.record(lambda: self._run_backward(call, slot))
             finally:
                 random.restore(call.residency.device)
@@ -366,10 +401,14 @@ class _Place:
 
 
 class _Static:
-    """A tensor like a visit's input, at an address that stays; strides and overlaps are those of the input."""
+    """A tensor like another one, at an address that stays; strides and overlaps are those of the other.
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self._run = torch.empty(span_bytes(like) // like.element_size(), dtype=like.dtype, device=like.device)
+    Args:
+        memory: Flat ``uint8``, of as many bytes as ``like`` spans.
+    """
+
+    def __init__(self, like: torch.Tensor, memory: torch.Tensor) -> None:
+        self._run = memory.view(like.dtype)
         self.tensor = self._run.as_strided(like.shape, like.stride())
 
     def load(self, tensor: torch.Tensor) -> None:
@@ -379,12 +418,14 @@ class _Static:
 class _EndToEnd:
     """Tensors of given shapes that lie end to end, one run a type, so that a copy of all is one copy a run."""
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, like: Sequence[torch.Tensor], stage: Stage) -> None:
         self._like = like
         sizes: dict[torch.dtype, int] = {}
         for tensor in like:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
-        self._runs = {dtype: torch.zeros(size, dtype=dtype, device=like[0].device) for dtype, size in sizes.items()}
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        self._runs = {
+            dtype: stage.run(f"gradients in {dtype}", size, like[0].device).view(dtype) for dtype, size in sizes.items()
+        }
         self.views = self._views_of(self._runs)
 
     def copies(self, wanted: Sequence[bool]) -> list[torch.Tensor]:
@@ -430,6 +471,10 @@ def _obstacle(call: "Call") -> str | None:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _tensors(statics: Sequence[_Static]) -> list[torch.Tensor]:
+    return [static.tensor for static in statics]
 
 
 def _autocasts() -> list[str]:

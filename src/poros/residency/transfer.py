@@ -5,6 +5,8 @@ from contextlib import suppress
 
 import torch
 
+from poros.residency.layout import span_bytes
+
 # What orders two pieces of work: an event on a GPU, nothing on a CPU, where every call has finished when it returns.
 Mark = torch.cuda.Event | None
 
@@ -116,15 +118,42 @@ class Recorder:
         generator.set_state(value)
 
 
+class _Memory:
+    """A tensor's bytes by their address alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (span_bytes(tensor),),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _disowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, without keeping it from the allocator."""
+    if tensor.numel() == 0:
+        return tensor
+    memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 class GraphRecording:
-    """Work recorded as a CUDA graph."""
+    """Work recorded as a CUDA graph.
+
+    Mechanics:
+        What the work leaves stays at its address in the pool, but the allocator may give that memory to the next
+        recording: results are read after their replay and before any other. So the pool is as large as the largest
+        recording, however many there are.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Take down ``work`` without running it; the tensors that it returns hold its results after each replay.
+        """Take down ``work`` without running it; what is returned holds its results from a replay to the next one.
 
         Hazards handled:
             - A recording begins by writing to where replays find the state of the random generator. Those that are
@@ -150,7 +179,7 @@ class GraphRecording:
                 self._end()
         finally:
             present.wait_stream(recorder.stream)
-        return results
+        return [_disowned(result) for result in results]
 
     def _end(self) -> None:
         try:

@@ -10,6 +10,7 @@ from poros.errors import ConfigError
 from poros.train.checkpoints import Checkpoint
 
 _SHOWN = 10  # what fits an error message
+_PADDING = 64  # tokens
 
 
 def bits_depend_on(config: RunConfig, digest: str, device_type: str, dtype: str) -> dict[str, Any]:
@@ -25,8 +26,16 @@ def bits_depend_on(config: RunConfig, digest: str, device_type: str, dtype: str)
     }
     train = config.train.model_dump(exclude={"save_steps", "save_total_limit", "logging_steps", "eval_steps"})
     groups = {"model": model, "lora": config.lora.model_dump(), "train": train}
+    groups["data"] = {"pad_to_multiple_of": padding_multiple(config, device_type)}
     settings = {f"{group}.{name}": value for group, values in groups.items() for name, value in values.items()}
     return settings | {"data (a hash of its tokens)": digest}
+
+
+def padding_multiple(config: RunConfig, device_type: str) -> int:
+    """The multiple that batches are padded to. On a GPU, few lengths let recorded visits serve most steps."""
+    if config.data.pad_to_multiple_of is not None:
+        return config.data.pad_to_multiple_of
+    return _PADDING if device_type == "cuda" else 1
 
 
 def check_same_run(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> None:

@@ -26,7 +26,13 @@ from poros.train.checkpoints import (
 )
 from poros.train.chunked_loss import ChunkedCausalLMLoss
 from poros.train.collate import PaddingCollator
-from poros.train.identity import bits_depend_on, changed_versions, check_same_run, library_versions
+from poros.train.identity import (
+    bits_depend_on,
+    changed_versions,
+    check_same_run,
+    library_versions,
+    padding_multiple,
+)
 from poros.train.interrupt import Interrupted, StopRequest, stop_request
 from poros.train.output import claimed_output, describe_output
 from poros.train.progress import ProgressCallback
@@ -159,12 +165,13 @@ def _trainer(
     stop: StopRequest,
 ) -> AdapterTrainer:
     on_cpu = not any(parameter.is_cuda for parameter in model.parameters() if parameter.requires_grad)
+    multiple = padding_multiple(config, "cpu" if on_cpu else "cuda")
     return AdapterTrainer(
         model=model,
         args=training_arguments(config.train, config.output, evaluate=data.eval is not None, on_cpu=on_cpu),
         train_dataset=data.train,
         eval_dataset=data.eval,
-        data_collator=PaddingCollator(data.pad_id),
+        data_collator=PaddingCollator(data.pad_id, multiple=multiple, max_length=config.data.max_length),
         processing_class=data.tokenizer,
         settings=settings,
         versions=library_versions(),
