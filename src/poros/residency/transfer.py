@@ -1,5 +1,6 @@
 """Copies from host to device, ordered against the computation. The only file with streams and events."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -94,10 +95,15 @@ class Recorder:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
     def __call__(self) -> "GraphRecording":
         """A new, empty recording."""
-        return GraphRecording(self)
+        if not self._recordings:  # the allocator takes a pool that nothing uses any more for a mistake
+            self.pool = torch.cuda.graph_pool_handle()
+        recording = GraphRecording(self)
+        self._recordings.add(recording)
+        return recording
 
     def recover(self) -> None:
         """Make up for what torch leaves undone when a recording could not be ended.
