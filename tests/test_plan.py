@@ -1,22 +1,34 @@
 """The plan's promise: its bytes are those of the real store, the real adapters and the measured runs."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 import poros
 from poros.cli import app
+from poros.config import RunConfig
 from poros.errors import ConfigError, UnsupportedModelError
-from poros.evidence.plan import config_of
+from poros.evidence.plan import config_of, hold_to, planned
 from poros.evidence.plan_allocator import Allocator
 from poros.evidence.plan_cards import CARDS
 from poros.evidence.plan_result import Plan
-from poros.evidence.plan_work import BLOCKS_ON_THEIR_WAY, CONTEXT_BYTES, LIBRARIES_BYTES, Run, Work
+from poros.evidence.plan_work import (
+    BLOCKS_ON_THEIR_WAY,
+    CONTEXT_BYTES,
+    GRAPHS_BYTES,
+    LIBRARIES_BYTES,
+    RECORDED,
+    Run,
+    Work,
+)
 from poros.model.adapter import add_lora
 from poros.model.build import from_shape
 from poros.model.options import Precision
@@ -34,6 +46,8 @@ MIB = 2**20
 
 
 def test_what_the_plan_takes_from_measurements_is_what_was_measured() -> None:
+    replayed = next(row for row in map(json.loads, ROWS.read_text().splitlines()) if row["cell"].endswith("/poros-bs1"))
+    assert replayed["process_bytes"] - replayed["reserved_bytes"] == CONTEXT_BYTES[True] + GRAPHS_BYTES
     for row in MEASURED:
         assert row["process_bytes"] - row["reserved_bytes"] == CONTEXT_BYTES[row["method"] == "poros"]
         if row["method"] == "resident":
@@ -47,6 +61,53 @@ def config(family: str) -> Any:
 def run(family: str, *, quantization: str | None = "nf4", dtype: str = "bfloat16", **changes: Any) -> Run:
     settings: dict[str, Any] = {"seq_len": 32, "batch_size": 2, "rank": 4, "targets": "all-linear", **changes}
     return Run(family, config(family), precision=Precision.of(quantization, True, dtype, None), **settings)
+
+
+def settings(folder: Path, **model: Any) -> RunConfig:
+    tiny.build("llama", quant=None, lora=False).save_pretrained(folder)
+    sections = {"model": {"path": str(folder), **model}, "data": {"train": "rows.jsonl", "max_length": 64}}
+    return RunConfig.model_validate({**sections, "output": "out"})
+
+
+def test_a_run_with_a_budget_gets_the_sizes_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config, found = planned(settings(tmp_path, vram="2GiB"))
+    assert found.process_bytes <= 2 * 2**30
+    assert config.model.vram is None
+    assert config.model.resident_blocks == found.resident_blocks == found.num_layers
+    with pytest.raises(ConfigError, match=r"model\.vram is 100MiB: the least that the process takes on the card is"):
+        planned(settings(tmp_path, vram="100MiB"))
+    with pytest.raises(ConfigError, match="'much' is not an amount of memory"):
+        planned(settings(tmp_path, vram="much"))
+
+
+def test_a_budget_needs_a_gpu_and_nothing_that_contradicts_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this run has none"):
+        planned(settings(tmp_path, vram="2GiB", device="cpu"))
+    for other in ({"block_size": 2}, {"slots": 2}, {"resident_blocks": 1}, {"stream": False}, {"gguf_file": "x.gguf"}):
+        with pytest.raises(ValidationError, match="vram"):
+            settings(tmp_path, vram="2GiB", **other)
+
+
+def test_the_process_is_held_to_its_budget(small: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    hold_to(small)
+    assert not fractions  # there is no budget
+    hold_to(replace(small, vram_bytes=4 * 2**30 + small.context_bytes))
+    assert fractions == [0.25]
+
+
+def test_recorded_visits_take_a_pool_and_little_else() -> None:
+    eager, replayed = (poros.plan("qwen2.5-0.5b", replay=replay) for replay in (False, True))
+    assert eager.pool_bytes == 0 < replayed.pool_bytes
+    assert eager.reserved_bytes < replayed.reserved_bytes < eager.reserved_bytes + replayed.pool_bytes + 64 * MIB
+    assert sum(replayed.device_terms.values()) == replayed.allocated_bytes
+    assert replayed.reserved_bytes >= replayed.allocated_bytes + replayed.pool_bytes
+    assert "recorded visits at work" in str(replayed)
+    assert RECORDED in poros.plan("qwen2.5-0.5b", seq_len=32).device_terms
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +136,13 @@ def test_slabs_and_adapters_have_the_bytes_of_a_real_model(family: str, quantiza
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family_has_a_bill_whose_terms_are_its_total(family: str) -> None:
     work = Work(run(family))
-    found = work.bill(block_size=1, slots=3, resident_blocks=1)
-    assert sum(found.device_terms.values()) == found.allocated_bytes <= found.reserved_bytes < found.process_bytes
-    assert sum(found.host_terms.values()) == found.host_bytes
-    assert {"window", "blocks that stay", "adapters", "optimizer state", "saved layer inputs"} <= {*found.device_terms}
+    for replay in (True, False):
+        found = work.bill(block_size=1, slots=3, resident_blocks=1, replay=replay)
+        assert sum(found.device_terms.values()) == found.allocated_bytes <= found.reserved_bytes < found.process_bytes
+        assert sum(found.host_terms.values()) == found.host_bytes
+        assert {"window", "blocks that stay", "adapters"} <= {*found.device_terms}
+        assert replay == (found.pool_bytes > 0)
+    assert {"optimizer state", "saved layer inputs"} <= {*found.device_terms}  # a layer's work in the second step
 
 
 def test_targets_and_rank_are_pefts() -> None:
@@ -95,7 +159,8 @@ def test_measured_memory_is_within_five_percent(row: dict[str, Any]) -> None:
         *config_of(row["model"]), row["seq_len"], row["batch_size"], lora["rank"], lora["targets"], precision=precision
     )
     work = Work(shape, stream=row["method"] == "poros")
-    found = work.bill(block_size=row["block_size"] or 1, slots=row["slots"] or 1, resident_blocks=0, card=CARDS["h200"])
+    window = {"block_size": row["block_size"] or 1, "slots": row["slots"] or 1, "resident_blocks": 0}
+    found = work.bill(**window, replay=False, card=CARDS["h200"])
     for name in ("allocated_bytes", "reserved_bytes", "process_bytes"):
         assert getattr(found, name) == pytest.approx(row[name], rel=0.05), name
     if work.stream:
@@ -117,8 +182,9 @@ def test_a_larger_budget_keeps_more_blocks_and_is_never_exceeded(small: Any) -> 
     assert all(less.streamed_bytes >= more.streamed_bytes for less, more in pairwise(plans))
 
 
-def test_two_slots_when_three_are_too_many(small: Any) -> None:
-    found = poros.plan("qwen2.5-0.5b", vram=small.process_bytes - MIB)
+def test_two_slots_when_three_are_too_many() -> None:
+    three = poros.plan("qwen2.5-0.5b", replay=False)
+    found = poros.plan("qwen2.5-0.5b", vram=three.process_bytes - MIB, replay=False)
     assert (found.slots, found.resident_blocks, found.fits) == (2, 0, True)
 
 

@@ -42,12 +42,26 @@ class ModelConfig(_Section):
     """Blocks that fit the window at once; chosen for the block size if left out."""
     resident_blocks: int = Field(default=0, ge=0)
     """Blocks that stay on the device, spread evenly between those that stream: more memory, fewer transfers."""
+    vram: str | int | None = None
+    """The most that the process may take on the GPU, such as `11GiB`: chooses the three sizes above, which stay out."""
     replay: bool = True
     """On a GPU, record what a layer does as CUDA graphs and replay them: less work for the host, for the same bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the computation runs; `auto` is the GPU if there is one. CUDA_VISIBLE_DEVICES chooses among several."""
     attn_implementation: str | None = None
     """Attention of transformers, such as `sdpa` or `eager`; the model's own default if left out."""
+
+    @model_validator(mode="after")
+    def _one_way_to_say_the_sizes(self) -> Self:
+        if self.vram is None:
+            return self
+        if given := sorted({"block_size", "slots", "resident_blocks"} & self.model_fields_set):
+            raise ValueError(f"vram chooses {given[0]} by itself: leave out one of the two")
+        if not self.stream:
+            raise ValueError("vram is a limit for a base that streams; with stream: false all of it is on the device")
+        if self.gguf_file is not None:
+            raise ValueError("vram cannot be planned for a GGUF file yet: give block_size, slots and resident_blocks")
+        return self
 
 
 class LoraConfig(_Section):

@@ -18,6 +18,7 @@ def plan(
     batch_size: Annotated[int, typer.Option(help="Rows a batch.")] = 1,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     loss_chunk_tokens: Annotated[int | None, typer.Option(help="Tokens whose logits exist at once.")] = None,
+    replay: Annotated[bool, typer.Option(help="Visits recorded as CUDA graphs and replayed.")] = True,
     card: Annotated[str | None, typer.Option(help="Card, such as rtx4090, for a bound on the time.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     debug: Debug = False,
@@ -38,6 +39,7 @@ def plan(
         batch_size=batch_size,
         rank=rank,
         loss_chunk_tokens=loss_chunk_tokens,
+        replay=replay,
         card=card,
     )
     typer.echo(found.to_json() if as_json else str(found))

@@ -2,11 +2,14 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from poros.cli.screen import Debug
+
+if TYPE_CHECKING:
+    from poros.config import RunConfig
 
 
 def _show_settings(wanted: bool) -> None:
@@ -16,6 +19,16 @@ def _show_settings(wanted: bool) -> None:
         for name, kind, default, description in describe_settings():
             typer.echo(f"{name}  ({kind}; {default})\n    {description}")
         raise typer.Exit
+
+
+def _within_budget(config: "RunConfig") -> "RunConfig":
+    from poros.evidence.plan import hold_to, planned
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # of fused kernels that a plan does not run
+    config, plan = planned(config)
+    typer.echo(str(plan), err=True)
+    hold_to(plan)
+    return config
 
 
 def train(
@@ -36,6 +49,8 @@ def train(
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of optional parts when it is imported
     config = load_config(settings)
+    if config.model.vram is not None:
+        config = _within_budget(config)
     from poros.train.run import run  # imports torch: only for settings that can be read
 
     result = run(config, resume=resume, overwrite=overwrite)

@@ -1,27 +1,33 @@
 """What a run will take, before there is one: both memories term by term, and a bound on the time, from a configuration.
 
-The bill is that of the eager engine in the bare loop: a batch of full rows, no padding, text only, AdamW over adapters
+The bill is that of the bare loop: a batch of full rows, no padding, text only, AdamW over adapters
 in float32, gradients cleared to nothing after each step, no key-value cache. The model runs without values on torch's
 meta device (:mod:`poros.evidence.plan_terms`), and what it asks for goes through the rules of torch's allocator
 (:mod:`poros.evidence.plan_allocator`), two steps long, because the optimizer's state comes with the first.
 
-Not covered yet: the other loops (HF ``Trainer`` adds copies of its own), ``micro_batch_size``, recorded visits and the
-mask that padding brings; other allocators than torch's default; what is installed beside transformers (its fused
-kernels for linear attention take other temporaries than the plain ones). Memory has been held against measured rows of
-one card and family (``docs/validation``); the context of another card may take another 200 MiB more or less.
+With recorded visits, the first step runs without them. What a recording needs while it works is reserved for it, in a
+pool of its own, and in use by nobody else.
+
+Not covered yet: the other loops (HF ``Trainer`` adds copies of its own), ``micro_batch_size``, and the mask that
+padding brings; other allocators than torch's default; what is installed beside transformers (its fused kernels for
+linear attention take other temporaries than the plain ones). Memory without recorded visits has been held against
+measured rows of one card and family (``docs/validation``); the context of another card may take another 200 MiB more or
+less.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from poros.config import RunConfig
 from poros.errors import CheckpointError, ConfigError
-from poros.evidence.plan_cards import CARDS, Card
+from poros.evidence.plan_cards import CARDS
 from poros.evidence.plan_result import Plan
 from poros.evidence.plan_work import Run, Work
 from poros.families import text_family
@@ -45,6 +51,7 @@ def plan(
     dtype: str | torch.dtype = torch.bfloat16,
     optimizer: Literal["adamw"] = "adamw",
     loss_chunk_tokens: int | None = None,
+    replay: bool = True,
     card: str | None = None,
 ) -> Plan:
     """Plan a run from the configuration of ``model`` alone: what it takes, and which settings use ``vram`` best.
@@ -61,6 +68,7 @@ def plan(
         rank, targets: of the adapters, as for LoRA.
         quantization, double_quant, dtype: as for :func:`poros.load`.
         loss_chunk_tokens: tokens whose logits exist at once; None for the model's own loss.
+        replay: whether visits are recorded as CUDA graphs and replayed.
         card: a name from the table of cards, for a bound on the time.
 
     Raises:
@@ -87,12 +95,49 @@ def plan(
         loss_chunk_tokens=loss_chunk_tokens,
     )
     work = Work(run)
-    best = _choose(work, vram_bytes, found)
+    best = _choose(partial(work.bill, replay=replay, card=found), work, vram_bytes)
     best = replace(best, vram_bytes=vram_bytes, ram_bytes=ram_bytes, card=card)
-    return replace(best, problems=_problems(best, work, found))
+    return replace(best, problems=_problems(best, work))
 
 
-def config_of(model: str | Path | PreTrainedConfig) -> tuple[str, PreTrainedConfig]:
+def planned(config: RunConfig) -> tuple[RunConfig, Plan]:
+    """The settings of a run with the sizes of the window that suit ``model.vram``, and the plan they come from.
+
+    Raises:
+        ConfigError: nothing that the settings leave open makes the run fit; or there is no GPU.
+    """
+    model, data, train = config.model, config.data, config.train
+    _limit("model.vram", model.vram)
+    if model.device == "cpu" or not torch.cuda.is_available():
+        raise ConfigError("model.vram is a limit for a GPU, and this run has none. Leave it out.")
+    found = plan(
+        config_of(model.path, model.revision)[1],
+        vram=model.vram,
+        seq_len=data.max_length,
+        batch_size=train.batch_size,
+        rank=config.lora.rank,
+        targets=config.lora.target_modules,
+        quantization=None if model.quantization == "none" else "nf4",
+        double_quant=model.double_quant,
+        dtype="bfloat16" if model.dtype == "auto" else model.dtype,
+        loss_chunk_tokens=train.loss_chunk_tokens,
+        replay=model.replay,
+    )
+    if found.problems:
+        raise ConfigError(f"model.vram is {model.vram}: {' '.join(found.problems)}")
+    sizes = {"block_size": found.block_size, "slots": found.slots, "resident_blocks": found.resident_blocks}
+    return config.model_copy(update={"model": model.model_copy(update={**sizes, "vram": None})}), found
+
+
+def hold_to(found: Plan) -> None:
+    """Let torch refuse what would take this process over the plan's ``vram_bytes`` on the card."""
+    if found.vram_bytes is not None:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        fraction = (found.vram_bytes - found.context_bytes) / total
+        torch.cuda.set_per_process_memory_fraction(max(0.0, min(1.0, fraction)))
+
+
+def config_of(model: str | Path | PreTrainedConfig, revision: str | None = None) -> tuple[str, PreTrainedConfig]:
     """A model's name and configuration; its family is refused by name before transformers sees it."""
     if isinstance(model, PreTrainedConfig):
         text_family(model.model_type)
@@ -101,7 +146,7 @@ def config_of(model: str | Path | PreTrainedConfig) -> tuple[str, PreTrainedConf
         shape = read_shape(str(model))
         text_family(shape["model_type"])
         return str(model), AutoConfig.for_model(**shape)
-    files = locate(model)
+    files = locate(model, revision)
     model_type = files.config()["model_type"]
     text_family(model_type)
     try:
@@ -119,31 +164,31 @@ def _limit(name: str, value: str | int | None) -> int | None:
     return found
 
 
-def _choose(work: Work, vram: int | None, card: Card | None) -> Plan:
+def _choose(bill: Callable[..., Plan], work: Work, vram: int | None) -> Plan:
     """The plan that keeps most blocks on the card within ``vram``; the least one if even that is over."""
-    least = work.bill(block_size=1, slots=3, resident_blocks=0, card=card)
+    least = bill(block_size=1, slots=3, resident_blocks=0)
     if vram is None:
         return least
     if least.process_bytes > vram:
-        return work.bill(block_size=1, slots=2, resident_blocks=0, card=card)
+        return bill(block_size=1, slots=2, resident_blocks=0)
     segment = -(-max(work.slabs) // 2**21) * 2**21
     count = min((vram - least.process_bytes) // segment, len(work.slabs))
     best = least
     while count > 0:
-        best = work.bill(block_size=1, slots=3, resident_blocks=count, card=card)
+        best = bill(block_size=1, slots=3, resident_blocks=count)
         if best.process_bytes <= vram:
             return best
         count -= 1
     return least
 
 
-def _problems(found: Plan, work: Work, card: Card | None) -> list[str]:
+def _problems(found: Plan, work: Work) -> list[str]:
     problems = []
     if found.vram_bytes is not None and found.process_bytes > found.vram_bytes:
         over = found.process_bytes - found.vram_bytes
         problems.append(
             f"the least that the process takes on the card is {format_bytes(found.process_bytes)}, "
-            f"{format_bytes(over)} more than vram. {_ways_out(found, work, card)}"
+            f"{format_bytes(over)} more than vram. {_ways_out(found, work)}"
         )
     if found.ram_bytes is not None and found.host_bytes > found.ram_bytes:
         problems.append(
@@ -153,7 +198,7 @@ def _problems(found: Plan, work: Work, card: Card | None) -> list[str]:
     return problems
 
 
-def _ways_out(found: Plan, work: Work, card: Card | None) -> str:
+def _ways_out(found: Plan, work: Work) -> str:
     """The first of a few smaller runs that fits, in words."""
     run, limit = work.run, found.vram_bytes or 0
     tries = [("loss_chunk_tokens=256", replace(run, loss_chunk_tokens=256))] if run.loss_chunk_tokens is None else []
@@ -165,7 +210,8 @@ def _ways_out(found: Plan, work: Work, card: Card | None) -> str:
     tries += [(f"{prefix}rank={r}", replace(chunked, rank=r)) for r in (8, 4) if r < run.rank]
     needs = []
     for words, smaller in tries:
-        need = Work(smaller).bill(block_size=1, slots=2, resident_blocks=0, card=card).process_bytes
+        least = Work(smaller).bill(block_size=1, slots=2, resident_blocks=0, replay=found.replay)
+        need = least.process_bytes
         if need <= limit:
             return f"It would fit with {words} ({format_bytes(need)})."
         needs.append((need, words))

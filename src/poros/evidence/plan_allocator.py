@@ -3,7 +3,7 @@
 Pure: no torch, no device. The rules are those of ``CUDACachingAllocator`` with its default settings: requests are
 rounded to 512 bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, and larger ones get a
 segment of their own, in multiples of 2 MiB; the smallest free block that fits is taken and split if enough is left;
-neighbours that are free merge; a segment is not given back.
+neighbours that are free merge; a segment is not given back but by :meth:`Allocator.trim`.
 """
 
 from bisect import bisect_left, insort
@@ -32,13 +32,14 @@ class Allocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: Now.
-        peak_allocated_bytes, peak_reserved_bytes: Since the start.
+        pool_bytes: Reserved by somebody else beside this, now.
+        peak_allocated_bytes, peak_reserved_bytes: Since the start; the latter with ``pool_bytes``.
         terms: Bytes handed out by label, now.
         peak_terms: The same when most was handed out; their sum is ``peak_allocated_bytes``.
     """
 
     def __init__(self) -> None:
-        self.allocated_bytes = self.reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = self.pool_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.terms: Counter[str] = Counter()
         self.peak_terms: dict[str, int] = {}
@@ -92,8 +93,22 @@ class Allocator:
         block = Block(self._end, segment, small)
         self._end += segment
         self.reserved_bytes += segment
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        self._note_peak()
         return block
+
+    def trim(self) -> None:
+        """Give back the segments of which nothing is handed out."""
+        for block in [b for b in self._blocks.values() if b.before is None and b.after is None]:
+            self._take(block)
+            self.reserved_bytes -= block.num_bytes
+
+    def set_beside(self, num_bytes: int) -> None:
+        """Somebody else has reserved so much by now."""
+        self.pool_bytes = num_bytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes + self.pool_bytes)
 
     @staticmethod
     def _merged(first: Block, second: Block) -> Block:

@@ -14,12 +14,14 @@ class Plan:
 
     Attributes:
         device_terms: Bytes by name when the allocator hands out most; their sum is ``allocated_bytes``.
-        reserved_bytes: What the allocator must have for that, with what its rounding and splitting leave unused.
+        reserved_bytes: What the allocator must have for that, with what its rounding and splitting leave unused, and
+            ``pool_bytes`` for recorded visits.
         process_bytes: The whole process on the card: ``reserved_bytes``, and ``context_bytes`` of the driver.
         host_terms: Bytes by name; their sum is ``host_bytes``, the most while the model loads.
         locked_bytes: Page-locked host memory.
         seconds_at_least: No step is faster on ``card``: the bytes over the link, or the computation at the card's
-            peak. The eager engine is slower where launching kernels keeps the host busy. None without a card.
+            peak. Visits that are not replayed are slower where launching kernels keeps the host busy. None without a
+            card.
         problems: What does not fit, by how much, and what would. Empty if all fits.
     """
 
@@ -37,9 +39,11 @@ class Plan:
     num_blocks: int
     slots: int
     resident_blocks: int
+    replay: bool
     device_terms: dict[str, int]
     allocated_bytes: int
     reserved_bytes: int
+    pool_bytes: int
     context_bytes: int
     process_bytes: int
     host_terms: dict[str, int]
@@ -81,7 +85,8 @@ class Plan:
             *_table(
                 [
                     ("allocated", self.allocated_bytes),
-                    ("left over by the allocator", self.reserved_bytes - self.allocated_bytes),
+                    ("recorded visits at work", self.pool_bytes),
+                    ("left over by the allocator", self.reserved_bytes - self.allocated_bytes - self.pool_bytes),
                     ("CUDA context", self.context_bytes),
                     ("whole process", self.process_bytes),
                 ]
@@ -92,10 +97,11 @@ class Plan:
             *_table([("most while loading", self.host_bytes), ("of it page-locked", self.locked_bytes)]),
         ]
         if self.seconds_at_least is not None:
+            slower = "" if self.replay else "; launching kernels may take longer"
             lines += [
                 "",
                 f"a step takes at least {format_seconds(self.seconds_at_least)} on {self.card} "
-                f"({format_bytes(self.streamed_bytes)} over the link); launching kernels may take longer",
+                f"({format_bytes(self.streamed_bytes)} over the link){slower}",
             ]
         return "\n".join([*lines, *(f"\ndoes not fit: {problem}" for problem in self.problems)])
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from poros.model.quantize import is_4bit
 from poros.residency.layer import is_constant
-from poros.residency.layout import Layout, plan_layout
+from poros.residency.layout import Layout, plan_layout, span_bytes
 from poros.residency.tree import flatten, mappings, unflatten
 
 LAYER, EXPANDED, ENDS = "one layer at work", "expanded 4-bit weight", "logits and loss"
@@ -64,6 +64,7 @@ class Kind:
         outputs: Keys of what the forward returns.
         input_gradients, gradients: Keys of what the backward leaves: for inputs, for trainable parameters.
         keeps: For each input, whether it is kept until the backward.
+        inputs: Bytes of each input.
     """
 
     forward: list[Event] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Kind:
     input_gradients: list[int] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
     keeps: list[bool] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
     result: Any = None  # template of the layer's result and of what it wrote to mappings
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]] = field(default_factory=list)
 
@@ -319,6 +321,7 @@ class Tracer:
         kind, tape = Kind(), Tape(LAYER)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         parameters = [p for p in layer.parameters() if p.requires_grad]
+        kind.inputs = [span_bytes(t) for t in tensors]
         kind.keeps = [True] * len(tensors) if self._stream else _saved(forward, template, leaves)
         _tapes.append(tape)
         try:

@@ -29,12 +29,14 @@ from poros.train.chunked_loss import ChunkedCausalLMLoss
 # docs/validation/h200_launches_32b.jsonl, and the host peak of its resident row, which keeps nothing else on the host.
 # The context and the kernels of torch and bitsandbytes; with page-locked weights the driver's tables of their pages.
 CONTEXT_BYTES = {False: 727_711_744, True: 801_112_064}  # by whether the base streams
+GRAPHS_BYTES = 4_194_304  # of the driver, with recorded visits
 LIBRARIES_BYTES = 1_945_968_640
 # cuBLAS takes a workspace for each thread that calls it, the forward's and the backward's.
 _NUM_WORKSPACES = 2
 
 SLOTS, KEPT, FIXED, ADAPTERS = "window", "blocks that stay", "embeddings, head, norms", "adapters"
 GRADIENTS, OPTIMIZER, UPDATE = "gradients", "optimizer state", "optimizer at work"
+RECORDED = "recorded visits"
 BLOCKS_ON_THEIR_WAY = "two blocks on their way"
 INPUTS, WORKSPACES, ACTIVATIONS = "saved layer inputs", "cuBLAS workspaces", "base and activations"
 
@@ -104,7 +106,9 @@ class Work:
         """Bytes of each block."""
         return [sum(self.slabs[i : i + block_size]) for i in range(0, len(self.slabs), block_size)]
 
-    def bill(self, *, block_size: int, slots: int, resident_blocks: int, card: Card | None = None) -> Plan:
+    def bill(
+        self, *, block_size: int, slots: int, resident_blocks: int, replay: bool = True, card: Card | None = None
+    ) -> Plan:
         """The plan for these settings; without streaming they mean nothing."""
         blocks = self.blocks(block_size)
         resident_blocks, slots = min(resident_blocks, len(blocks)), min(slots, len(blocks))
@@ -123,8 +127,13 @@ class Work:
             allocator.allocate(num_bytes, ADAPTERS)
         for _ in range(_NUM_WORKSPACES):
             allocator.allocate((card or CARDS["h200"]).workspace_bytes, WORKSPACES)
-        _Steps(allocator, self.events, self.adapters, stream=self.stream).run(2)
-        context = CONTEXT_BYTES[self.stream]
+        steps = _Steps(allocator, self.events, self.adapters, stream=self.stream)
+        replay = replay and self.stream
+        steps.run(1 if replay else 2)
+        if replay:
+            steps.start_replaying()
+            steps.run(2)
+        context = CONTEXT_BYTES[self.stream] + GRAPHS_BYTES * replay
         store = sum(blocks) if self.stream else 0
         host = {
             "torch and its libraries": LIBRARIES_BYTES,
@@ -148,9 +157,11 @@ class Work:
             num_blocks=len(blocks),
             slots=slots,
             resident_blocks=resident_blocks,
+            replay=replay,
             device_terms=dict(sorted(allocator.peak_terms.items(), key=lambda term: -term[1])),
             allocated_bytes=allocator.peak_allocated_bytes,
             reserved_bytes=allocator.peak_reserved_bytes,
+            pool_bytes=allocator.pool_bytes,
             context_bytes=context,
             process_bytes=allocator.peak_reserved_bytes + context,
             host_terms=host,
@@ -181,12 +192,20 @@ class _Steps:
         self._alive: dict[Any, Block] = {}
         self._gradients: list[Block] = []
         self._has_state = False
+        self._pool: Allocator | None = None  # of recordings
+        self._recorded: dict[Any, list[Block]] = {}  # kind of layer -> the static memory of its recordings
+
+    def start_replaying(self) -> None:
+        """From now on layers are recorded when they come, and replayed."""
+        self._pool = Allocator()
 
     def run(self, count: int) -> None:
         """Forward, backward and update, ``count`` times."""
         for _ in range(count):
             for event in self._events:
-                if event.visit is not None:
+                if event.visit is not None and self._pool is not None:
+                    self._replay(event.visit, self._pool)
+                elif event.visit is not None:
                     self._visit(event.visit)
                 else:
                     self._apply(event, "rest", event.label)
@@ -222,6 +241,44 @@ class _Steps:
         if visit.backward or self._stream:  # what the tape leaves is let go with the graph
             for key in [key for key in self._alive if key[0] == tape]:
                 self._allocator.release(self._alive.pop(key))
+
+    def _replay(self, visit: Any, pool: Allocator) -> None:
+        """What a recorded visit makes is copied out: outputs; gradients of inputs, and of parameters in one piece."""
+        kind = visit.kind
+        if kind not in self._recorded:
+            self._record(visit, pool)
+        for key in visit.inputs:
+            if (block := self._alive.get(("rest", key))) is not None:
+                self._allocator.relabel(block, INPUTS)
+        sizes = {event.key: event.num_bytes for event in (kind.backward if visit.backward else kind.forward)}
+        made = kind.input_gradients if visit.backward else kind.outputs
+        for key, result in zip(made, visit.results, strict=False):
+            if (size := sizes.get(key)) is not None:
+                label = LAYER if visit.backward else INPUTS
+                self._alive["rest", result] = self._allocator.allocate(size, label)
+        if visit.backward and (size := sum(sizes.get(key) or 0 for key in kind.gradients)):
+            self._gradients.append(self._allocator.allocate(size, GRADIENTS))
+
+    def _record(self, visit: Any, pool: Allocator) -> None:
+        """The pool holds what the larger visit needs; static memory, what both read and leave for parameters."""
+        kind, parameters = visit.kind, self._adapters[visit.layer]
+        self._allocator.trim()
+        for tape in (kind.forward, kind.backward):
+            made = {}
+            for event in tape:
+                if event.num_bytes is not None:
+                    made[event.key] = pool.allocate(event.num_bytes, LAYER)
+                elif (block := made.pop(event.key, None)) is not None:
+                    pool.release(block)
+            for block in made.values():
+                pool.release(block)
+            self._allocator.set_beside(pool.reserved_bytes)
+        sizes = {event.key: event.num_bytes for event in kind.forward}
+        runs = [sum(kind.inputs), sum(parameters), sum(parameters), sum(sizes.get(key) or 0 for key in kind.outputs)]
+        if not self._recorded or all(sum(runs) > sum(b.num_bytes for b in held) for held in self._recorded.values()):
+            self._recorded[kind] = [self._allocator.allocate(size, RECORDED) for size in runs if size]
+        else:
+            self._recorded[kind] = []  # they share what others have
 
     def _update(self) -> None:
         """AdamW over all tensors at once: two moments that stay, and one list of temporaries."""

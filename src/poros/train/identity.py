@@ -20,7 +20,7 @@ def bits_depend_on(config: RunConfig, digest: str, device_type: str, dtype: str)
         digest: of the encoded rows.
         device_type: where the run computes; ``dtype``: in which precision.
     """
-    model = config.model.model_dump(exclude={"stream", "block_size", "slots", "resident_blocks", "replay"}) | {
+    model = config.model.model_dump(exclude={"stream", "block_size", "slots", "resident_blocks", "replay", "vram"}) | {
         "dtype": dtype,
         "device": device_type,
     }
