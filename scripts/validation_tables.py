@@ -77,7 +77,7 @@ By `poros parity`. A resident model, its repetition (the control) and a streamed
 
 ### Kernels launched one by one (`h200_parity_eager.jsonl`)
 
-Run by `scripts/gpu_parity_campaign.sh`.
+Run by `scripts/gpu_parity_campaign.sh` with `PARITY_OPTIONS=--no-replay`.
 
 {parity_table(eager)}
 
