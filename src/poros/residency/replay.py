@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,8 +34,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from poros.residency.casts import cast_only
 from poros.residency.form import Forms
 from poros.residency.layer import StreamedLayer
-from poros.residency.layout import span_bytes
 from poros.residency.snapshot import RandomState
+from poros.residency.stage import EndToEnd, Stage, tensors_of
 from poros.residency.transfer import Mark, Transfer, num_broken_recordings, return_cached_memory
 from poros.residency.tree import fingerprint
 from poros.residency.uses import graph_leaves
@@ -49,7 +48,6 @@ _MAX_MET = 1024  # signatures to remember having met
 _PATIENCE = 7  # meetings before a signature is recorded that does not come twice running
 _WORTH_RECORDING = 1000  # replays that make up for a program's recordings
 _MAX_PATIENCE = 64  # meetings
-_ROOM = 512  # bytes at a multiple of which a static tensor starts, as the allocator's do
 _ALIGNMENT = 16  # bytes; kernels may choose their path by it, so a less aligned input stays eager
 
 Work = Callable[[], list[torch.Tensor]]
@@ -229,36 +227,6 @@ class Replays:
                 self._patience = min(2 * self._patience, _MAX_PATIENCE)
 
 
-class Stage:
-    """Memory for what recordings read, shared by all programs: only one visit is on its way at a time.
-
-    A run that has to grow is made anew; the programs that read the old one keep it.
-    """
-
-    def __init__(self) -> None:
-        self._runs: dict[str, torch.Tensor] = {}  # purpose -> flat bytes
-
-    def run(self, purpose: str, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """The first ``num_bytes`` of the run for ``purpose`` (flat ``uint8``)."""
-        run = self._runs.get(purpose)
-        if run is None or run.numel() < num_bytes:
-            size = num_bytes if run is None else max(num_bytes, run.numel() * 3 // 2)
-            run = self._runs[purpose] = torch.zeros(size, dtype=torch.uint8, device=device)
-        return run[:num_bytes]
-
-    def like(self, purpose: str, tensors: Sequence[torch.Tensor]) -> list["_Static"]:
-        """A static tensor for each of ``tensors``, in the run for ``purpose``."""
-        sizes = [span_bytes(tensor) for tensor in tensors]
-        starts = [0, *accumulate(-(-size // _ROOM) * _ROOM for size in sizes)]
-        if not sizes:
-            return []
-        run = self.run(purpose, starts[-1], tensors[0].device)
-        return [
-            _Static(tensor, run[start : start + size])
-            for tensor, start, size in zip(tensors, starts, sizes, strict=False)
-        ]
-
-
 class Program:
     """The visits of all layers of one form with one signature.
 
@@ -275,9 +243,9 @@ class Program:
         num_inputs = len(call.needs_grad)
         self._needs_grad = call.needs_grad
         self._inputs = stage.like("inputs", call.tensors[:num_inputs])
-        self._parameters = _tensors(stage.like("parameters", call.tensors[num_inputs:]))
-        self._parameter_grads = _EndToEnd(self._parameters, stage)
-        self._fixed = _tensors(stage.like("fixed", call.trainables.fixed))
+        self._parameters = tensors_of(stage.like("parameters", call.tensors[num_inputs:]))
+        self._parameter_grads = EndToEnd(self._parameters, stage)
+        self._fixed = tensors_of(stage.like("fixed", call.trainables.fixed))
         self._incoming: list[torch.Tensor] = []  # gradients of the differentiable outputs
         self._used: list[bool] = []  # which of the inputs that need a gradient, then of the parameters, get one
         self._places: dict[tuple[int, int], _Place] = {}  # (slot, offset) -> recordings
@@ -299,7 +267,7 @@ class Program:
                 outputs = forward.record(lambda: self._run_forward(call, slot))
                 if not self._incoming:  # made here, as a recording would take down that they are zeroed
                     learning = [output for output, learns in zip(outputs, self.differentiable, strict=True) if learns]
-                    self._incoming = _tensors(self._stage.like("incoming", learning))
+                    self._incoming = tensors_of(self._stage.like("incoming", learning))
                 grads = backward.record(lambda: self._run_backward(call, slot))
             finally:
                 random.restore(call.residency.device)
@@ -400,51 +368,6 @@ class _Place:
     grads: list[torch.Tensor]  # of the inputs that need one and get one
 
 
-class _Static:
-    """A tensor like another one, at an address that stays; strides and overlaps are those of the other.
-
-    Args:
-        memory: Flat ``uint8``, of as many bytes as ``like`` spans.
-    """
-
-    def __init__(self, like: torch.Tensor, memory: torch.Tensor) -> None:
-        self._run = memory.view(like.dtype)
-        self.tensor = self._run.as_strided(like.shape, like.stride())
-
-    def load(self, tensor: torch.Tensor) -> None:
-        self._run.copy_(tensor.data.as_strided(self._run.shape, (1,)))
-
-
-class _EndToEnd:
-    """Tensors of given shapes that lie end to end, one run a type, so that a copy of all is one copy a run."""
-
-    def __init__(self, like: Sequence[torch.Tensor], stage: Stage) -> None:
-        self._like = like
-        sizes: dict[torch.dtype, int] = {}
-        for tensor in like:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-        self._runs = {
-            dtype: stage.run(f"gradients in {dtype}", size, like[0].device).view(dtype) for dtype, size in sizes.items()
-        }
-        self.views = self._views_of(self._runs)
-
-    def copies(self, wanted: Sequence[bool]) -> list[torch.Tensor]:
-        """Copies of those that are wanted."""
-        if not any(wanted):
-            return []
-        views = self._views_of({dtype: run.clone() for dtype, run in self._runs.items()})
-        return [view for view, is_wanted in zip(views, wanted, strict=True) if is_wanted]
-
-    def _views_of(self, runs: dict[torch.dtype, torch.Tensor]) -> list[torch.Tensor]:
-        offsets = dict.fromkeys(runs, 0)
-        views = []
-        for tensor in self._like:
-            start = offsets[tensor.dtype]
-            offsets[tensor.dtype] += tensor.numel()
-            views.append(runs[tensor.dtype][start : start + tensor.numel()].view(tensor.shape))
-        return views
-
-
 def _obstacle(call: "Call") -> str | None:
     """Why a visit has to run eagerly; None if nothing is in the way."""
     snapshot = call.snapshot
@@ -471,10 +394,6 @@ def _obstacle(call: "Call") -> str | None:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _tensors(statics: Sequence[_Static]) -> list[torch.Tensor]:
-    return [static.tensor for static in statics]
 
 
 def _autocasts() -> list[str]:
